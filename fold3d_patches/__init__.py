@@ -109,7 +109,7 @@ def install_schedule(
         num_local=max(1, len(ranks_here)),
     )
     patches, executor = [*_trace_patches(run), *_marks(config)], None
-    if config.schedule != "stock":
+    if config.choice.order != "stock":
         from fold3d_patches.schedule import get_forward_backward_func, script_settings
         from megatron.fold3d.runtime.executor import Executor
 
@@ -129,7 +129,7 @@ def _checked_plans(config: "Fold3DConfig", num_microbatches: int) -> "Plans":
     from megatron.fold3d.runtime.plans import Plans
 
     plans = Plans(config)
-    if config.schedule != "stock":
+    if config.choice.order != "stock":
         has_two = config.choice.carries and config.clips_or_scales
         for carries in (False, True) if has_two else (True,):
             plans.carries = carries
@@ -139,11 +139,11 @@ def _checked_plans(config: "Fold3DConfig", num_microbatches: int) -> "Plans":
 
 def _check_order(config: "Fold3DConfig", plan: "Plan") -> None:
     """Raise `PlanError` if the model cannot be computed in the order of a plan."""
-    if config.overlap_tensor_parallel:
+    if config.choice.pairs:
         from megatron.fold3d.plan.passes.pairs import check_pairs
 
         check_pairs(plan)
-    if config.delay_weight_grads and config.has_engine_modules:
+    if config.apart and config.has_engine_modules:
         from megatron.fold3d.plan.weight_order import check_oldest_first
 
         check_oldest_first(plan)
@@ -183,19 +183,19 @@ class _Run:
 def _parts(run: _Run) -> "Iterator[Part]":
     """Yield what a run adds to the executor; what is off is not made, and not imported."""
     c = run.config
-    splits, measures = bool(c.delay_weight_grads or c.auto_delays), c.auto_recompute_layers
+    splits, measures = bool(c.apart or "wgrad" in c.auto), c.auto_recompute_layers
     counts = c.recompute_layers is not None and not measures
     table: tuple[tuple[object, Callable[[_Run], Part]], ...] = (  # the outermost feature first
         (
             c.preemptive_comm,
             _made("preemption.preemption:Preemption", run.communicator, run.timeout),
         ),
-        (c.overlap_tensor_parallel, _pairs),
+        (c.choice.pairs, _pairs),
         (c.num_ranks > 1, _transfers),
         (run.recorder is not None, _made("trace.recorded_actions:RecordedActions", run.recorder)),
-        (c.shards_params, _made("shard_buffers:ShardBuffers", "param_data")),
+        (c.features.shards_params, _made("shard_buffers:ShardBuffers", "param_data")),
         (True, _dp_sync),
-        (c.shards_grads, _made("shard_buffers:ShardBuffers", "grad_data")),
+        (c.features.shards_grads, _made("shard_buffers:ShardBuffers", "grad_data")),
         (
             splits and c.has_engine_modules,
             _made("weight_grads.engine_modules:EngineWeightGrads", patch="backward_post_hook"),
@@ -206,10 +206,10 @@ def _parts(run: _Run) -> "Iterator[Part]":
         ),
         (measures, _made("measured_counts:MeasuredCounts", c.activation_memory_bytes)),
         (counts, _made("recompute_counts:RecomputeCounts", c.recompute_layers)),
-        (c.recompute_early, _made("early_recompute:EarlyRecompute", patch="checkpoint")),
+        (c.early_stages, _made("early_recompute:EarlyRecompute", patch="checkpoint")),
         (c.offload_activations != "off", _offload),
         (c.cuts_every_segment, _only("gradient_buckets")),
-        (c.steps_shards, _only("embedding_grads")),
+        (c.features.steps_shards, _only("embedding_grads")),
     )
     return (make(run) for is_on, make in table if is_on)
 
@@ -248,7 +248,7 @@ def _communicator(config: "Fold3DConfig") -> "PreemptiveCommunicator | None":
 
 
 def _baton(config: "Fold3DConfig") -> "Baton | None":
-    if not config.overlap_tensor_parallel:
+    if not config.choice.pairs:
         return None
 
     from megatron.fold3d.runtime.tensor_parallel.baton import Baton
@@ -262,7 +262,7 @@ def _transfers(run: _Run) -> "Part":
 
     config = run.config
     connect: Callable[..., Transfers] = partial(P2P, timeout=run.timeout)
-    if config.receives_late:
+    if config.features.receives_late:
         from megatron.fold3d.runtime.transfers.alternating_p2p import AlternatingP2P
 
         connect = partial(AlternatingP2P, timeout=run.timeout)
@@ -303,15 +303,16 @@ def _dp_sync(run: _Run) -> "Part":
     config = run.config
     due = replicated = second_lane = step = None
     others: Sequence[Patch] = ()
-    if config.backward_share is not None or config.auto_defers:
+    whole = config.choice.where(optimizer="replicated")
+    if config.choice.carries or "step" in config.auto:
         due, step, others = _due_steps(run)
-    elif config.replicated_segments or config.auto_replicates:
+    elif whole or "optimizer" in config.auto:
         from fold3d_patches.schedule import replicated_step
         from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
 
-        replicated = ReplicatedSegments(config.replicated_segments)
+        replicated = ReplicatedSegments(whole)
         step = replicated_step.patch(replicated)
-    has_one_queue = config.receives_late and config.overlap_grad_reduce
+    has_one_queue = config.features.receives_late and config.features.grad_sync == "overlap"
     if due is None and has_one_queue and config.num_segments > 1:
         from megatron.fold3d.runtime.grad_sync.second_lane import SecondLane
 
@@ -347,10 +348,10 @@ def _due_steps(run: _Run) -> "tuple[DueSteps, Patch, Sequence[Patch]]":
     config = run.config
     due = DueSteps(
         run.plans,
-        slice_bytes=UNCUT if config.slices_dp_sync else config.dp_slice_bytes,
+        slice_bytes=UNCUT if config.choice.slices else config.slice_bytes,
         bounded=config.clips_or_scales,
         timeout=run.timeout,
-        communicator=None if config.schedule == "auto" else run.communicator,
+        communicator=None if config.choice.order == "auto" else run.communicator,
         recorder=run.recorder,
     )
     others = (checkpoint_and_decide_exit, save_checkpoint, scale_gradients, zero_grad_buffer)
@@ -373,8 +374,8 @@ def _trace_patches(run: _Run) -> Iterator[Patch]:
 
     from fold3d_patches import trace
 
-    yield from trace.patches(run.tracer, run.config.schedule)
-    if run.config.records_tp_sync and not run.config.overlap_tensor_parallel:  # pairs have it
+    yield from trace.patches(run.tracer, run.config.choice.order)
+    if run.config.records_tp_sync and not run.config.choice.pairs:  # pairs have it
         from fold3d_patches.schedule import tensor_parallel_group
 
         yield tensor_parallel_group.patch(recorder=run.recorder)
@@ -389,10 +390,10 @@ def _metrics() -> "Metrics":
 
 
 def _marks(config: "Fold3DConfig") -> Sequence[Patch]:
-    if config.pp_traffic_class is None and config.dp_traffic_class is None:
+    if not config.traffic_class:
         return ()
 
     from fold3d_patches.schedule import nccl_options
 
     nccl_options.check_traffic_classes()
-    return (nccl_options.patch(config.pp_traffic_class, config.dp_traffic_class),)
+    return (nccl_options.patch(config.traffic_class.get("pp"), config.traffic_class.get("dp")),)

@@ -55,14 +55,14 @@ def load_schedule(**options: Any) -> None:
     import_module("megatron.fold3d.runtime.executor")
     from fold3d_patches import install_schedule
     from megatron.fold3d.config.fold3d_config import Fold3DConfig
+    from megatron.fold3d.plan.choice import Choice
+    from megatron.fold3d.plan.compile import Features
 
     config = Fold3DConfig(
-        schedule="aiao",
-        plan_file=None,
+        choice=Choice.plain("aiao", num_segments=2),
+        features=Features(grad_sync="serial"),
         num_ranks=2,
-        num_segments=2,
         device="cpu",
-        microbatch_group_size=None,
         distributed_timeout_minutes=1,
         **options,
     )

@@ -18,11 +18,10 @@ WORKS = {
     "A flag": """
 from argparse import ArgumentParser
 from megatron.fold3d.config.all_flags import add_arguments
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.plan.choice import Choice
 parser = add_arguments(ArgumentParser())
-word = "1f1b:wgrad=gaps:held=3"
-assert parser.parse_args(["--schedule", word]).most_activations == 3
-assert "most_activations" in Fold3DConfig.__dataclass_fields__
+word = parser.parse_args(["--schedule", "1f1b:wgrad=gaps:held=3"]).schedule
+assert Choice.parse(word, 1).held == 3
 """,
     "A patch": """
 from fold3d_patches import compile_helpers

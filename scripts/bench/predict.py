@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.fold3d.config.schedule_flags import add_schedule_word
+from megatron.fold3d.config.schedule_flags import add_schedule_word, word_of
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.schedule_word import AUTO, STOCK
+from megatron.fold3d.plan.schedule_word import STOCK
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
@@ -143,7 +143,8 @@ class Job:
             args, unknown = parser.parse_known_args(list(flags))
         except argparse.ArgumentError as error:
             raise ValueError(str(error)) from None
-        if args.schedule not in (None, "aiao") or {*args.schedule_keys} - {
+        word, segments = word_of(args), args.segments or 1
+        if word.order not in (STOCK, "aiao") or {part.key for part in word.parts} - {
             "step",
             "share",
             "wgrad",
@@ -151,12 +152,9 @@ class Job:
             unknown = ["an order or a choice of its own"]
         if unknown:
             raise ValueError(f"found {unknown[0]}; it is not predicted")
-        choice = Choice.plain(args.schedule or STOCK, args.segments or 1, group=args.group)
-        if args.backward_share is not None:
-            share = None if args.backward_share == AUTO else args.backward_share
-            choice = replace(choice.changed(step="next"), share=share)
+        choice = replace(Choice.parse(str(word), segments), group=args.group)
         return Candidate(
-            choice=choice.changed(args.delay_weight_grads, wgrad="last"),
+            choice=choice,
             setup=replace(self.setup, distributed_optimizer=args.use_distributed_optimizer),
             num_ranks=self.num_ranks,
             num_microbatches=self.num_microbatches,

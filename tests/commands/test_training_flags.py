@@ -53,7 +53,7 @@ def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
     flags = training_flags(model_shape("gpt3-18b"), cluster("a100x64"), candidate)
     args = parser.parse_args(shlex.split(flags))
     config = Fold3DConfig.from_args(args)
-    assert config.schedule == candidate.choice.order
+    assert config.choice.order == candidate.choice.order
     assert (config.num_ranks, config.num_segments) == (4, segments)
     assert args.global_batch_size == 2 * 4 * 8
     assert args.overlap_grad_reduce

@@ -7,7 +7,8 @@ from megatron.fold3d.config.refusals import TABLE, value_of
 from megatron.fold3d.config.settings import attribute_of
 from megatron.fold3d.plan.schedules import SCHEDULES
 
-OURS = frozenset({*SCHEDULES, "auto", "plan-file"})
+PLAN_FILE = "plan=plan.txt"
+OURS = frozenset({*SCHEDULES, "auto", PLAN_FILE})
 STOCKS_ORDER = frozenset({"1f1b", "interleaved"})
 GROUPED = frozenset({"auto", "interleaved"})
 # The values that are orders of computation, and the schedules that have them.
@@ -16,7 +17,7 @@ ORDERS = {
     "another order than stock's": OURS - STOCKS_ORDER,
     "a schedule without groups": OURS - GROUPED,
     "a schedule with groups": GROUPED,
-    "a plan file": frozenset({"plan-file"}),
+    "a plan file": frozenset({PLAN_FILE}),
 }
 
 
@@ -62,6 +63,4 @@ def option_of(row: Row, parser: ArgumentParser) -> Action:
 
 def under(args: Namespace, schedule: str) -> Namespace:
     """Return a namespace with another schedule."""
-    named = {"schedule": None if schedule == "plan-file" else schedule}
-    named["plan_file"] = "plan.txt" if schedule == "plan-file" else None
-    return Namespace(**vars(args) | named)
+    return Namespace(**vars(args) | {"schedule": schedule})

@@ -21,38 +21,35 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
 
 
 @pytest.mark.parametrize(
-    ("line", "defers", "delays", "replicates"),
+    ("line", "keys"),
     [
-        ("", False, False, False),
-        (f"{REDUCE} {SPLITS}", True, True, False),
-        (f"{REDUCE} --log-params-norm", False, False, False),
-        (ZERO, False, False, True),
-        (f"{ZERO} {SPLITS} --optimizer sgd", False, True, False),
-        (f"--segments auto --overlap-grad-reduce {SPLITS}", True, True, False),
+        ("", set()),
+        (f"{REDUCE} {SPLITS}", {"step", "wgrad"}),
+        (f"{REDUCE} --log-params-norm", set()),
+        (ZERO, {"optimizer"}),
+        (f"{ZERO} {SPLITS} --optimizer sgd", {"wgrad"}),
+        (f"--segments auto --overlap-grad-reduce {SPLITS}", {"step", "wgrad"}),
     ],
 )
-def test_flags_say_what_may_be_chosen(
-    parser: ArgumentParser, line: str, defers: bool, delays: bool, replicates: bool
-):
+def test_flags_say_what_may_be_chosen(parser: ArgumentParser, line: str, keys: set[str]):
     found = config(parser, line)
-    chosen = found.auto_defers, found.auto_delays, found.auto_replicates
-    assert chosen == (defers, delays, replicates)
-    assert found.schedule == "auto"
+    assert found.auto == keys
+    assert found.choice.order == "auto"
     assert not found.keeps_forwards
     assert config(parser, f"{line} --hidden-dropout 0.1").keeps_forwards
     assert config(parser, f"{line} --deterministic-mode").keeps_sums
-    named = config(parser, f"{line} --schedule interleaved")
-    assert not any((named.auto_defers, named.auto_delays, named.auto_replicates))
+    assert not config(parser, f"{line} --schedule interleaved").auto
 
 
 def test_a_default_in_the_word_is_not_among_the_choices(parser: ArgumentParser):
-    for line, part, name in (
-        (f"{REDUCE} {SPLITS}", "step=end", "auto_defers"),
-        (f"{REDUCE} {SPLITS}", "wgrad=backward", "auto_delays"),
-        (ZERO, "optimizer=sharded", "auto_replicates"),
+    for line, part in (
+        (f"{REDUCE} {SPLITS}", "step=end"),
+        (f"{REDUCE} {SPLITS}", "wgrad=backward"),
+        (ZERO, "optimizer=sharded"),
     ):
-        assert getattr(config(parser, line), name)
-        assert not getattr(config(parser, f"{line} --schedule auto:{part}"), name)
+        key = part.partition("=")[0]
+        assert key in config(parser, line).auto
+        assert key not in config(parser, f"{line} --schedule auto:{part}").auto
 
 
 def test_sums_of_more_than_two_replicas_are_cut_unless_results_have_to_be_stocks(
@@ -65,7 +62,7 @@ def test_sums_of_more_than_two_replicas_are_cut_unless_results_have_to_be_stocks
 
 def test_stocks_groups_are_accepted(parser: ArgumentParser):
     grouped = "--microbatch-group-size-per-virtual-pipeline-stage 3"
-    assert config(parser, f"{REDUCE} {grouped}").microbatch_group_size == 3
+    assert config(parser, f"{REDUCE} {grouped}").choice.group == 3
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,12 @@ def problems(args: Namespace) -> list[str]:
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 def test_a_share_from_0_to_1_is_taken(parse: Parse, share: float) -> None:
     config = Fold3DConfig.from_args(parse(f"{NEEDED} --schedule aiao:step=next:share={share}"))
-    assert (config.backward_share, config.choice.carries) == (share, True)
+    assert (config.choice.share, config.choice.carries) == (share, True)
 
 
-def test_auto_begins_with_half_until_something_is_measured(parse: Parse) -> None:
+def test_a_share_is_measured_unless_the_word_says_it(parse: Parse) -> None:
     config = Fold3DConfig.from_args(parse(f"{NEEDED} --schedule aiao:step=next"))
-    assert (config.backward_share, config.auto_share) == (0.5, True)
+    assert (config.choice.share, config.auto) == (None, {"share"})
 
 
 def test_an_automatic_share_of_the_distributed_optimizer_is_all_unless_weights_are_delayed(
@@ -45,14 +45,14 @@ def test_an_automatic_share_of_the_distributed_optimizer_is_all_unless_weights_a
 ) -> None:
     sharded = f"{NEEDED} --schedule aiao:step=next --use-distributed-optimizer --segments 2"
     config = Fold3DConfig.from_args(parse(sharded))
-    assert (config.backward_share, config.auto_share) == (1.0, False)
+    assert (config.choice.share, config.auto) == (1.0, set())
     delayed = (
         "--schedule aiao:step=next:wgrad=last@1 --transformer-impl local "
         "--no-gradient-accumulation-fusion"
     )
     config = Fold3DConfig.from_args(parse(f"{sharded} {delayed}"))
-    assert (config.backward_share, config.auto_share) == (0.5, True)
-    assert not Fold3DConfig.from_args(parse(NEEDED)).auto_share
+    assert (config.choice.share, config.auto) == (None, {"share"})
+    assert not Fold3DConfig.from_args(parse(NEEDED)).auto
 
 
 @pytest.mark.parametrize("share", ["-0.1", "1.5"])
@@ -63,7 +63,7 @@ def test_backward_share_outside_0_to_1_is_refused(parse: Parse, share: str) -> N
 
 def test_nothing_is_deferred_unless_asked_for(parse: Parse) -> None:
     config = Fold3DConfig.from_args(parse("--segments 2"))
-    assert (config.backward_share, config.choice.carries) == (None, False)
+    assert (config.choice.share, config.choice.carries) == (None, False)
 
 
 def test_backward_share_defers_all_stages(parse: Parse) -> None:
@@ -97,7 +97,7 @@ def test_steps_depend_on_gradients_with_a_norm_above_which_they_are_skipped(pars
 
 def test_slices_are_small_on_cpus_unless_told_otherwise(parse: Parse) -> None:
     def slice_bytes(flags: str) -> int:
-        return Fold3DConfig.from_args(parse(f"{NEEDED} {flags}")).dp_slice_bytes
+        return Fold3DConfig.from_args(parse(f"{NEEDED} {flags}")).slice_bytes
 
     assert slice_bytes("") == 8 << 20
     assert slice_bytes("--device cpu") == 1 << 19

@@ -51,8 +51,8 @@ def test_the_plan_gathers_parameters_unless_hooks_do(
     parser: ArgumentParser, flags: str, gathers: bool
 ) -> None:
     args = parser.parse_args(f"{ZERO} --overlap-param-gather {flags}".split())
-    assert Fold3DConfig.from_args(args).gathers_params is gathers
-    assert not Fold3DConfig.from_args(parser.parse_args(ZERO.split())).gathers_params
+    assert Fold3DConfig.from_args(args).features.gathers_params is gathers
+    assert not Fold3DConfig.from_args(parser.parse_args(ZERO.split())).features.gathers_params
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_dp_sync_starts_between_weight_gradients_where_it_is_an_all_reduce_of_me
     parser: ArgumentParser, flags: str, early: bool
 ) -> None:
     args = parser.parse_args(f"{flags} --device cpu".split())
-    assert Fold3DConfig.from_args(args).reduces_early is early
+    assert Fold3DConfig.from_args(args).features.reduces_early is early
 
 
 @pytest.mark.parametrize(("device", "ahead"), [("cpu", 3), ("cuda", 1)])
@@ -78,4 +78,4 @@ def test_receives_are_further_ahead_only_without_a_gpu(
     parser: ArgumentParser, device: str, ahead: int
 ) -> None:
     args = parser.parse_args(f"{OVERLAP} --device {device}".split())
-    assert Fold3DConfig.from_args(args).receives_ahead == ahead
+    assert Fold3DConfig.from_args(args).features.receives_ahead == ahead

@@ -33,8 +33,8 @@ def test_auto_slices_what_one_queue_would_stop_computation_for(
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     config = Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {flags}".split()))
-    assert config.slices_dp_sync is sliced
-    assert config.receives_late is (connections == "1" and config.device == "cuda")
+    assert bool(config.choice.slices) is sliced
+    assert config.features.receives_late is (connections == "1" and config.device == "cuda")
 
 
 @pytest.mark.parametrize(

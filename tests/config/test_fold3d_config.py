@@ -13,6 +13,8 @@ from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.job_sizes import _SIZES
 from megatron.fold3d.config.refusals import refusals
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features
 from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.training import launch
 from tests.config.rows import ORDERS, OURS, Row, option_of, rows, under
@@ -136,15 +138,11 @@ def test_a_bare_assertion_of_megatrons_names_its_flags() -> None:
 def test_the_default_is_stock_megatron(parse: Parse) -> None:
     args = parse("")
     assert Fold3DConfig.from_args(args) == Fold3DConfig(
-        schedule="stock",
-        plan_file=None,
+        choice=Choice.plain("stock", num_segments=1),
+        features=Features(grad_sync="serial"),
         num_ranks=1,
-        num_segments=1,
         device="cuda",
-        microbatch_group_size=None,
         distributed_timeout_minutes=10,
-        dp_slice_bytes=8 << 20,
-        auto_slices=True,
         has_engine_modules=True,
         clips_or_scales=True,  # it clips by default
     )
@@ -157,16 +155,11 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
         "--pipeline-model-parallel-size 2 --distributed-timeout-minutes 3"
     )
     assert Fold3DConfig.from_args(args) == Fold3DConfig(
-        schedule="aiao",
-        plan_file=None,
+        choice=Choice.plain("aiao", num_segments=2),
+        features=Features(grad_sync="serial", receives_ahead=3),
         num_ranks=2,
-        num_segments=2,
         device="cpu",
-        receives_ahead=3,
-        microbatch_group_size=None,
         distributed_timeout_minutes=3,
-        dp_slice_bytes=512 << 10,
-        auto_slices=True,
         has_engine_modules=True,
         clips_or_scales=True,
         ties_embeddings=True,
@@ -175,21 +168,21 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
         "--schedule interleaved --segments 2 --pipeline-model-parallel-size 2 "
         "--microbatch-group-size-per-virtual-pipeline-stage 3"
     )
-    assert Fold3DConfig.from_args(grouped).microbatch_group_size == 3
+    assert Fold3DConfig.from_args(grouped).choice.group == 3
     by_word = parse("--schedule interleaved:group=3 --segments 2 --pipeline-model-parallel-size 2")
-    assert Fold3DConfig.from_args(by_word).microbatch_group_size == 3
+    assert Fold3DConfig.from_args(by_word).choice.group == 3
     assert megatron_defaults(by_word)["microbatch_group_size_per_vp_stage"] == 3
     plan = tmp_path / "plan.txt"
     plan.touch()
     planned = Fold3DConfig.from_args(parse(f"--schedule plan={plan}"))
-    assert (planned.schedule, planned.plan_file) == ("plan-file", plan)
+    assert (planned.choice.order, planned.plan_file) == (f"plan={plan}", plan)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_of_the_library_can_be_asked_for(parse: Parse, schedule: str) -> None:
     local = "--transformer-impl local --no-gradient-accumulation-fusion"  # what zb-h1 can split
     args = parse(f"--schedule {schedule} --pipeline-model-parallel-size 2 {local}")
-    assert Fold3DConfig.from_args(args).schedule == schedule
+    assert Fold3DConfig.from_args(args).choice.order == schedule
 
 
 @pytest.mark.parametrize(
@@ -204,9 +197,9 @@ def test_forwards_ahead_that_nothing_reads_are_refused(parse: Parse, word: str, 
     problem = only_problem(parse(f"--schedule {word} {TWO_RANKS}"))
     assert problem.startswith(f"ahead={found}")
     given = Fold3DConfig.from_args(parse("--schedule 1f1b:ahead=3"))
-    assert (given.forwards_ahead, given.auto_ahead) == (3, False)
+    assert (given.choice.ahead, given.auto) == (3, set())
     auto = Fold3DConfig.from_args(parse("--schedule interleaved:ahead=auto"))
-    assert (auto.forwards_ahead, auto.auto_ahead) == (None, True)
+    assert (auto.choice.ahead, auto.auto) == (None, {"ahead"})
     both = parse(f"--schedule aiao:ahead=auto --offload-activations on {TWO_RANKS}")
     assert any("auto with --offload-activations on: each" in line for line in problems(both))
 
@@ -414,7 +407,7 @@ def test_a_refusal_says_what_was_found_why_and_what_to_do(parse: Parse) -> None:
 def test_groups_of_interleaved_hold_a_microbatch_per_rank(parse: Parse) -> None:
     group = "--microbatch-group-size-per-virtual-pipeline-stage"
     line = f"--schedule interleaved --segments 2 --pipeline-model-parallel-size 4 {group}"
-    assert Fold3DConfig.from_args(parse(f"{line} 4")).microbatch_group_size == 4
+    assert Fold3DConfig.from_args(parse(f"{line} 4")).choice.group == 4
     assert only_problem(parse(f"{line} 3")).startswith(f"{group} 3 with --schedule interleaved:")
 
 

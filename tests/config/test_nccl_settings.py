@@ -48,7 +48,7 @@ def test_environment_variables_that_do_not_hang_preemption_are_accepted(
 def test_traffic_classes_reach_the_configuration(parser: ArgumentParser) -> None:
     args = parser.parse_args([*NEEDED.split(), "--traffic-class", "pp=184"])
     config = Fold3DConfig.from_args(args)
-    assert (config.pp_traffic_class, config.dp_traffic_class) == (184, None)
+    assert config.traffic_class == {"pp": 184}
 
 
 @pytest.mark.parametrize("classes", ["pp=3", "dp=3", "pp=3,dp=0"])

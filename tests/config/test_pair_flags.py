@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.passes.pairs import check_pairs
 from megatron.fold3d.runtime.plans import Plans
@@ -30,8 +31,8 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
 
 
 def test_pairs_are_off_unless_asked_for(parser: ArgumentParser):
-    assert not config(parser, AIAO).overlap_tensor_parallel
-    assert config(parser, f"{AIAO} --schedule aiao:pairs=on").overlap_tensor_parallel
+    assert not config(parser, AIAO).choice.pairs
+    assert config(parser, f"{AIAO} --schedule aiao:pairs=on").choice.pairs
 
 
 REFUSED = {
@@ -79,7 +80,7 @@ def test_what_pairs_cannot_run_with_is_refused_with_a_fix(
 
 
 def test_a_run_without_a_pair_is_refused():
-    paired = replace(CONFIG, schedule="aiao", overlap_tensor_parallel=True)
+    paired = replace(CONFIG, choice=Choice.parse("aiao:pairs=on", 1))
     check_pairs(Plans(paired).training(2))
     with pytest.raises(PlanError, match=r"no pair in a plan of 1 micro-batches; .*raise"):
         check_pairs(Plans(paired).training(1))

@@ -32,5 +32,5 @@ def test_collectives_that_preemption_cannot_slice_are_refused(flags: str, parser
 def test_dp_slice_bytes_needs_no_backward_share_with_preemption(parser: ArgumentParser):
     flags = f"{NEEDED} --schedule aiao:slice-bytes=65536".split()
     config = Fold3DConfig.from_args(parser.parse_args(flags))
-    assert (config.preemptive_comm, config.dp_slice_bytes) == (True, 65536)
-    assert not config.auto_slices  # what is given is taken as it is
+    assert (config.preemptive_comm, config.slice_bytes) == (True, 65536)
+    assert config.choice.slice_bytes is not None  # what is given is taken as it is

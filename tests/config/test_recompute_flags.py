@@ -23,9 +23,9 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
 
 
 def test_segments_are_named_or_all(parser: ArgumentParser):
-    assert config(parser, AIAO).recompute_early == ()
-    assert config(parser, f"{AIAO} --schedule aiao:recompute=early@1").recompute_early == (2, 3)
-    assert config(parser, f"{AIAO} --schedule aiao:recompute=early").recompute_early == (0, 1, 2, 3)
+    assert config(parser, AIAO).early_stages == ()
+    assert config(parser, f"{AIAO} --schedule aiao:recompute=early@1").early_stages == (2, 3)
+    assert config(parser, f"{AIAO} --schedule aiao:recompute=early").early_stages == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_what_a_plan_file_holds_is_on_without_a_part_of_the_word(
     whole = f"--schedule plan={file} --segments 2 {FULL}"
     line = f"{whole} --transformer-impl local --no-gradient-accumulation-fusion"
     found = config(parser, line)
-    assert (found.delay_weight_grads, found.recompute_early) == ((0,), (0, 1, 2, 3))
-    assert not found.slices_dp_sync
+    assert (found.apart, found.early_stages) == ((0,), (0, 1, 2, 3))
+    assert not found.choice.slices
     for part in ("wgrad=last@0", "recompute=early", "slices=on"):
         with pytest.raises(ValueError, match="the actions of the plan say it; drop it"):
             config(parser, line.replace(str(file), f"{file}:{part}"))

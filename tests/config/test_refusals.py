@@ -6,6 +6,7 @@ import pytest
 
 from megatron.fold3d.config.refusals import TABLE, WITHOUT, value_of
 from megatron.fold3d.config.settings import _NAMED, asked, attribute_of
+from megatron.fold3d.plan.schedule_word import VALUES
 from scripts import print_refusals
 
 
@@ -24,8 +25,10 @@ def test_each_setting_is_a_name_or_a_flag_of_the_installed_megatron(
     if flag.startswith("--"):
         known = {flag: a.dest for a in parser._actions for flag in a.option_strings}
         assert known[flag] == attribute_of(flag)
-    else:
-        assert setting in _NAMED
+    elif setting not in _NAMED:
+        key, is_part, value = setting.partition("=")
+        assert is_part
+        assert value in ("", *VALUES[key])
 
 
 def test_names_are_those_of_the_table_and_of_what_reads_settings() -> None:

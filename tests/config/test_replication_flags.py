@@ -25,9 +25,9 @@ def test_segments_of_all_ranks_are_replicated(parser: ArgumentParser):
     found = config(parser, f"{AIAO} --schedule aiao:optimizer=replicated@0,2")
     assert found.choice.stages(2, optimizer="replicated") == (0, 1, 4, 5)
     assert found.ties_embeddings
-    assert not found.auto_replicates
+    assert not found.auto
     auto = config(parser, f"{AIAO} --schedule aiao:optimizer=auto")
-    assert (auto.auto_replicates, auto.replicated_segments) == (True, ())
+    assert (auto.auto, auto.choice.where(optimizer="replicated")) == ({"optimizer"}, ())
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
 
 
 def test_it_is_off_unless_asked_for(parser: ArgumentParser):
-    assert not config(parser, AIAO).shards_params
-    assert config(parser, f"{AIAO} --shard-segments weights").shards_params
+    assert not config(parser, AIAO).features.shards_params
+    assert config(parser, f"{AIAO} --shard-segments weights").features.shards_params
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,15 @@ def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: 
 
 
 def test_gradients_are_sharded_with_parameters(parser: ArgumentParser):
-    assert not config(parser, f"{AIAO} --shard-segments weights").shards_grads
+    assert not config(parser, f"{AIAO} --shard-segments weights").features.shards_grads
     both = config(parser, f"{AIAO} --shard-segments gradients")
-    assert both.shards_params
-    assert both.shards_grads
+    assert both.features.shards_params
+    assert both.features.shards_grads
 
 
 def test_whole_gradients_cannot_be_saved_from_shards(parser: ArgumentParser):
     saving = f"{AIAO} --save /tmp/x --save-wgrads-interval 2"
-    assert config(parser, f"{saving} --shard-segments weights").shards_params
+    assert config(parser, f"{saving} --shard-segments weights").features.shards_params
     with pytest.raises(ValueError, match=r"^--save-wgrads-interval 2 with --shard-segments grad"):
         config(parser, f"{saving} --shard-segments gradients")
 
@@ -72,7 +72,7 @@ def test_whole_gradients_cannot_be_saved_from_shards(parser: ArgumentParser):
 def test_gradients_that_are_freed_are_not_reduced_in_slices_later(parser: ArgumentParser):
     assert config(
         parser, f"{AIAO} --schedule aiao:slices=on --shard-segments weights"
-    ).slices_dp_sync
+    ).choice.slices
     with pytest.raises(ValueError, match=r"^slices=on with --shard-segments gradients"):
         config(parser, f"{AIAO} --schedule aiao:slices=on --shard-segments gradients")
 

@@ -21,9 +21,9 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
 
 
 def test_segments_are_read_in_any_order(parser: ArgumentParser):
-    assert config(parser, AIAO).delay_weight_grads == ()
-    assert config(parser, f"{AIAO} --schedule aiao:wgrad=last").delay_weight_grads == (0, 1, 2, 3)
-    assert config(parser, f"{AIAO} --schedule aiao:wgrad=last@2,1").delay_weight_grads == (1, 2)
+    assert config(parser, AIAO).apart == ()
+    assert config(parser, f"{AIAO} --schedule aiao:wgrad=last").apart == (0, 1, 2, 3)
+    assert config(parser, f"{AIAO} --schedule aiao:wgrad=last@2,1").apart == (1, 2)
 
 
 LOCAL = "--transformer-impl local --no-gradient-accumulation-fusion"
@@ -31,8 +31,8 @@ LOCAL = "--transformer-impl local --no-gradient-accumulation-fusion"
 
 def test_auto_may_split_every_segment(parser: ArgumentParser):
     auto = config(parser, f"{AIAO} --schedule aiao:wgrad=gaps:held=9")
-    assert (auto.delay_weight_grads, auto.auto_weight_grads) == ((0, 1, 2, 3), True)
-    assert auto.most_activations == 9
+    assert (auto.apart, auto.auto) == ((0, 1, 2, 3), {"wgrad"})
+    assert auto.choice.held == 9
     for word in ("aiao:wgrad=last@1:held=9", "aiao:wgrad=gaps:held=0"):
         with pytest.raises(ValueError, match=r"held=.: it limits .*; give both"):
             config(parser, f"{AIAO} --schedule {word}")
@@ -86,7 +86,7 @@ def test_flags_that_delayed_weight_grads_exclude_are_refused_with_a_fix(
 def test_transformer_engine_splits_fused_backwards_and_experts(parser: ArgumentParser):
     for more in ("", "--num-experts 4 --moe-grouped-gemm --disable-bias-linear"):
         found = config(parser, f"{ENGINE} {more}")
-        assert (found.delay_weight_grads, found.has_engine_modules) == ((1,), True)
+        assert (found.apart, found.has_engine_modules) == ((1,), True)
 
 
 REDUCE = f"{AIAO} --overlap-grad-reduce"
@@ -96,11 +96,11 @@ SHARDS = f"{REDUCE} --use-distributed-optimizer"
 def test_weight_grads_are_behind_their_own_backwards_where_the_word_says(parser: ArgumentParser):
     carried = "aiao:step=next:wgrad=behind@2,3:wgrad=last@1"
     found = config(parser, f"{REDUCE} --schedule {carried}")
-    assert (found.delay_weight_grads, found.behind_backwards) == ((1, 2, 3), (2, 3))
+    assert (found.apart, found.choice.where(wgrad="behind")) == ((1, 2, 3), (2, 3))
     shards = f"{SHARDS} --overlap-param-gather --schedule aiao:wgrad=behind@1:wgrad=last@2"
-    assert config(parser, shards).behind_backwards == (1,)
+    assert config(parser, shards).choice.where(wgrad="behind") == (1,)
     whole = config(parser, f"{REDUCE} --schedule aiao:wgrad=behind@1,2")
-    assert (whole.delay_weight_grads, whole.behind_backwards) == ((1, 2), (1, 2))
+    assert (whole.apart, whole.choice.where(wgrad="behind")) == ((1, 2), (1, 2))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_an_old_transformer_engine_is_refused(
 
 
 def test_zero_bubble_splits_the_backwards_of_its_segment(parser: ArgumentParser):
-    assert config(parser, f"--schedule zb-h1 {LOCAL}").delay_weight_grads == (0,)
+    assert config(parser, f"--schedule zb-h1 {LOCAL}").apart == (0,)
 
 
 @pytest.mark.parametrize(

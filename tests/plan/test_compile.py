@@ -8,6 +8,8 @@ from itertools import product
 import pytest
 
 from megatron.fold3d.observe.timeline import Lane
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.ops import P2P_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
@@ -78,16 +80,13 @@ def test_the_planner_and_training_compile_one_plan(
     schedule: str, share: float | None, gathers: bool, offload: bool, delayed: tuple[int, ...]
 ):
     segments = order(schedule).num_segments
+    choice = Choice.plain(schedule, segments, share=share).changed(delayed, wgrad="last")
     config = replace(
         CONFIG,
-        schedule=schedule,
+        choice=choice if share is None else choice.changed(step="next"),
+        features=Features(gathers_params=gathers),
         num_ranks=RANKS,
-        num_segments=segments,
-        backward_share=share,
-        overlap_grad_reduce=True,
         offload_activations="on" if offload else "off",
-        delay_weight_grads=delayed,
-        gathers_params=gathers,
     )
     trained = Plans(config).training(MICROBATCHES)
     searched = plan_of(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.runtime import auto_schedule
@@ -16,7 +17,7 @@ from megatron.fold3d.runtime.plans import Plans
 from tests.configs import CONFIG
 from tests.plans import planned
 
-AUTO = replace(CONFIG, schedule="auto", num_ranks=2, num_segments=2)
+AUTO = replace(CONFIG, choice=Choice.plain("auto", num_segments=2), num_ranks=2)
 
 
 def choice(schedule: str, m: int, *, defers: bool = False, seconds: float = 1.0) -> Predicted:
@@ -185,7 +186,7 @@ def test_evaluations_behind_each_iteration_do_not_keep_the_trial_from_its_end(mo
 
 
 def test_plans_are_lowered_as_chosen():
-    plans = Plans(replace(AUTO, auto_defers=True, overlap_grad_reduce=True))
+    plans = Plans(replace(AUTO, auto={"step"}, features=Features()))
     some = choice("aiao", 4, defers=True)
     assert plans.training(4).programs != planned(some.order).programs
     plans.choose(4, some)

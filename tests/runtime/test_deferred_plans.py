@@ -5,22 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.runtime.plans import Plans
 from tests.configs import CONFIG
 
 
-def plans(backward_share: float | None, plan_file: Path | None = None) -> Plans:
-    return Plans(
-        replace(
-            CONFIG,
-            schedule="plan-file" if plan_file else "1f1b",
-            plan_file=plan_file,
-            num_ranks=2,
-            backward_share=backward_share,
-            overlap_grad_reduce=True,
-        )
-    )
+def plans(share: float | None, file: Path | None = None) -> Plans:
+    parts = "" if share is None else f":step=next:share={share}"
+    choice = Choice.parse(("1f1b" if file is None else f"plan={file}") + parts, 1)
+    return Plans(replace(CONFIG, choice=choice, num_ranks=2, features=Features()))
 
 
 def test_training_waits_before_its_first_forward_and_evaluation_does_not():
@@ -43,13 +38,13 @@ def test_a_plan_file_may_defer_what_the_run_may(tmp_path: Path):
 def test_a_plan_file_may_delay_weight_gradients_if_the_run_does(tmp_path: Path):
     path = tmp_path / "plan"
     path.write_text("0F0 0B0 0W0")
-    wanted = replace(CONFIG, schedule="plan-file", plan_file=path, delay_weight_grads=(0,))
     whole = tmp_path / "whole"
     whole.write_text("0F0 0B0")
 
     lowered = "0F0 0B0 0W0 0ALL_REDUCE 0STEP\n"
-    assert Plans(wanted).training(1).to_text() == lowered
-    assert Plans(replace(wanted, plan_file=whole)).training(1).to_text() == lowered
+    for file in (path, whole):
+        wanted = replace(CONFIG, choice=Choice.parse(f"plan={file}:wgrad=last", 1))
+        assert Plans(wanted).training(1).to_text() == lowered
 
 
 def test_a_plan_file_may_reduce_between_weight_gradients_if_the_run_can(tmp_path: Path):
@@ -58,32 +53,24 @@ def test_a_plan_file_may_reduce_between_weight_gradients_if_the_run_can(tmp_path
     path.write_text(text)
     wanted = replace(
         CONFIG,
-        schedule="plan-file",
-        plan_file=path,
-        delay_weight_grads=(0,),
-        slices_dp_sync=True,
-        overlap_grad_reduce=True,
-        reduces_early=True,
+        choice=Choice.parse(f"plan={path}:wgrad=last:slices=on", 1),
+        features=Features(reduces_early=True),
     )
 
     assert Plans(wanted).training(2).to_text() == text
     with pytest.raises(PlanError, match=r"stage 0's DP.sync between its weight gradients"):
-        Plans(replace(wanted, reduces_early=False)).training(2)
+        Plans(replace(wanted, features=Features())).training(2)
     carried = text.replace("0ALL_REDUCE 0STEP", "0REDUCE_KEPT 0ALL_REDUCE 0FINALIZE")
     path.write_text(f"0STEP {carried}")
+    deferred = replace(wanted.choice.changed(step="next"), share=0.5)
     with pytest.raises(PlanError, match=r"stage 0's DP.sync between its weight gradients"):
-        Plans(replace(wanted, backward_share=0.5)).training(2)
+        Plans(replace(wanted, choice=deferred)).training(2)
 
 
 REDUCES_EARLY = replace(
     CONFIG,
-    schedule="aiao",
-    num_segments=2,
-    backward_share=0.5,
-    overlap_grad_reduce=True,
-    delay_weight_grads=(0, 1),
-    behind_backwards=(1,),
-    reduces_early=True,
+    choice=Choice.parse("aiao:step=next:share=0.5:wgrad=behind@1:wgrad=last@0", 2),
+    features=Features(reduces_early=True),
 )
 
 
@@ -96,6 +83,7 @@ def test_a_deferring_run_reduces_early_where_it_is_asked_to():
 
 
 def test_a_deferring_run_in_slices_does_not_reduce_early_as_well():
-    text = Plans(replace(REDUCES_EARLY, slices_dp_sync=True)).training(2).to_text()
+    sliced = replace(REDUCES_EARLY, choice=replace(REDUCES_EARLY.choice, slices=True))
+    text = Plans(sliced).training(2).to_text()
     assert "W:" not in text
     assert "1B1 1W0 1W1 1REDUCE_KEPT 1ALL_REDUCE:125 0B0 1ALL_REDUCE:250 0B1" in text

@@ -14,7 +14,8 @@ from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.layer_split import stage_layers
-from megatron.fold3d.plan.choice import stock_schedule
+from megatron.fold3d.config.schedule_flags import word_of
+from megatron.fold3d.plan.choice import file_of, stock_schedule
 from megatron.fold3d.plan.files import read_plan
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedule_word import AUTO
@@ -34,14 +35,13 @@ def candidate_of(args: Namespace, config: Fold3DConfig) -> Candidate:
         args: Megatron's namespace, with the number of replicas and the batch.
         config: read from it.
     """
-    choice = config.choice
-    if config.plan_file or config.schedule == AUTO:
+    choice, slices = config.choice, word_of(args).value("slices")
+    if config.plan_file or choice.order == AUTO:
         choice = replace(choice, order=stock_schedule(config.num_segments))
     if choice.group == config.num_ranks:  # as without it
         choice = replace(choice, group=None)
-    slices = None if args.dp_slices == AUTO else args.dp_slices == "on"
     return Candidate(
-        choice=replace(choice, slices=slices),
+        choice=replace(choice, slices=None if slices is None else slices == "on"),
         setup=setup_of(args, args.data_parallel_size),
         num_ranks=config.num_ranks,
         num_microbatches=args.global_batch_size
@@ -50,8 +50,8 @@ def candidate_of(args: Namespace, config: Fold3DConfig) -> Candidate:
         recompute_layers=config.recompute_layers or (),
         offload=config.offload_activations != "off",
         preemptive=config.preemptive_comm,
-        sums_last=not config.overlap_grad_reduce,
-        reduces_early=config.reduces_early,
+        sums_last=config.features.grad_sync == "serial",
+        reduces_early=config.features.reduces_early,
         shards=args.shard_segments,
     )
 
@@ -83,9 +83,9 @@ def run_of(
         usable_bytes=usable_bytes,
         auto_layers=getattr(args, "layers", None) == AUTO,
         auto_recompute_layers=config.auto_recompute_layers,
-        auto_ahead=config.auto_ahead,
-        auto_replicated=args.replicate_optimizer == AUTO,
-        most_activations=config.most_activations,
+        auto_ahead="ahead" in config.auto,
+        auto_replicated=word_of(args).value("optimizer") == AUTO,
+        most_activations=config.choice.held,
     )
 
 
@@ -100,8 +100,8 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
         ValueError: a rule is broken, or sizes do not fit each other.
     """
     args = said.args
-    if args.plan_file is not None:
-        _take_sizes(args, read_plan(args.plan_file))
+    if (file := file_of(word_of(args).order)) is not None:
+        _take_sizes(args, read_plan(file))
     if args.layers == AUTO and said.shape is not None:
         args.pipeline_model_parallel_layout = layout_of(_even(args, said.shape.num_layers))
     args.micro_batch_size = args.micro_batch_size or 1
@@ -146,7 +146,7 @@ def _take_sizes(args: Namespace, plan: Plan) -> None:
     ):
         if getattr(args, short) not in (None, size):
             raise ValueError(
-                f"--{short} {getattr(args, short)} with --schedule plan={args.plan_file}: the plan "
+                f"--{short} {getattr(args, short)} with --schedule {word_of(args).order}: the plan "
                 f"has {size}; drop --{short}"
             )
         if short != "microbatches" or args.global_batch_size is None:

@@ -42,11 +42,12 @@ def run(args: Namespace) -> int:
     its, order = its.settled()
     plan = plan_of(its.candidate, order, transfers=not args.compute_only)
     if args.compute_only:
-        sharded = config.shards_params
+        sharded = config.features.shards_params
         plan = plan.select(COMPUTE_OPS | HOST_OPS | (GATHER_OPS if sharded else frozenset()))
     if args.json:
         programs = list(plan.programs_as_words())
-        text = json.dumps({"schedule": config.name, **sizes(plan), "programs": programs}) + "\n"
+        found = {"schedule": config.choice.order, **sizes(plan), "programs": programs}
+        text = json.dumps(found) + "\n"
     else:
         text = plan.to_csv() if args.format == "csv" else plan.to_text()
     if args.output:

@@ -92,7 +92,7 @@ def run(args: Namespace) -> int:
         usable_bytes(hardware) if hardware else None,
     )
     _check_costs(its, said)
-    if config.schedule == AUTO:
+    if config.choice.order == AUTO:
         write(_what_auto_would_try(args, its, config))
         return OK
     its, order = its.settled()

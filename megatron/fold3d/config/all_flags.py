@@ -8,7 +8,7 @@ from megatron.fold3d.config.fold3d_config import Device, Offload
 from megatron.fold3d.config.nccl_settings import traffic_classes
 from megatron.fold3d.config.recompute_flags import counts_or_auto
 from megatron.fold3d.config.retired_flags import add_retired_flags
-from megatron.fold3d.config.schedule_flags import add_schedule_word
+from megatron.fold3d.config.schedule_flags import add_schedule_word, word_of
 from megatron.fold3d.config.segment_flags import segments_or_auto, virtual_stage_flag
 from megatron.fold3d.plan.schedule_word import AUTO, ORDERS, PLAN, VALUES
 
@@ -130,8 +130,8 @@ def megatron_defaults(args: Namespace) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     if args.segments not in (None, AUTO) and not virtual_stage_flag(args):
         defaults["num_virtual_stages_per_pipeline_rank"] = args.segments
-    if args.schedule_group is not None:
-        defaults["microbatch_group_size_per_vp_stage"] = args.schedule_group
+    if (group := word_of(args).number("group")) is not None:
+        defaults["microbatch_group_size_per_vp_stage"] = group
     if args.recompute_layers is not None:
         defaults |= {"recompute_granularity": "full", "recompute_method": "block"}
         auto = args.recompute_layers == AUTO

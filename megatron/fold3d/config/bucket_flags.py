@@ -9,13 +9,14 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron.fold3d.config.schedule_flags import part_of, schedule_of
+from megatron.fold3d.config.schedule_flags import parts_of, spelled_parts, word_of
 from megatron.fold3d.config.settings import asked
+from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 from megatron.fold3d.policy import gradient_cut
 
-_ELSEWHERE = (AUTO, STOCK, "plan-file")  # where weight gradients are is not the word's
+_ELSEWHERE = (AUTO, STOCK, *SPLIT_SCHEDULES)  # where weight gradients are is not the word's
 _NOT_EARLY = (
     *("--deterministic-mode", "--num-distributed-optimizer-instances above 1"),
     *("--shard-segments", "--ddp-reduce-scatter-with-fp32-accumulation"),
@@ -62,10 +63,10 @@ def slices_dp_sync(args: Namespace) -> bool:
     Unless the word says, it does with ``step=next`` where CUDA_DEVICE_MAX_CONNECTIONS=1:
     collectives that are launched in a row would block computation there.
     """
-    if args.dp_slices != AUTO:
-        return bool(args.dp_slices == "on")
-    deferred = args.backward_share is not None
-    return bool(deferred and not args.preemptive_comm and has_one_queue(args))
+    if parts_of(args, "slices", "off"):
+        return False
+    defers = parts_of(args, "step") and not args.preemptive_comm
+    return bool(parts_of(args, "slices", "on") or (defers and has_one_queue(args)))
 
 
 def cuts_every_segment(args: Namespace) -> bool:
@@ -89,11 +90,11 @@ def place_problems(args: Namespace, num_segments: int) -> Iterator[str]:
         args: Megatron's namespace.
         num_segments: segments per rank; 0 if not known yet.
     """
-    behind, sharded = args.behind_backwards, args.use_distributed_optimizer
-    if not behind or schedule_of(args) in (*_ELSEWHERE, *SPLIT_SCHEDULES):
+    found, sharded = spelled_parts(args, "wgrad", "behind"), args.use_distributed_optimizer
+    schedule = word_of(args).order
+    if not found or file_of(schedule) or schedule in _ELSEWHERE:
         return
-    found = part_of("wgrad", "behind", behind)
-    if args.backward_share is not None and sharded:
+    if parts_of(args, "step") and sharded:
         yield (
             f"{found} with step=next and --use-distributed-optimizer: what is deferred is cut "
             "shard by shard, not parameter by parameter; give last, or drop one of the others"

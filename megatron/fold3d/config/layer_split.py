@@ -2,7 +2,6 @@
 
 import re
 from argparse import Namespace
-from itertools import chain
 from math import gcd
 
 # `(...)*n` or `x*n` in --pipeline-model-parallel-layout.
@@ -23,8 +22,7 @@ def layers_per_rank(args: Namespace) -> tuple[int, ...]:
 
     The result is empty if the layers cannot be split evenly, or leave a rank without any.
     """
-    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    per_rank = [layers for layers in ends if layers is not None]
+    per_rank = given_ends(args).values()
     rest, num_ranks = num_layers(args) - sum(per_rank), _ranks_of_the_rest(args)
     if num_ranks > 0 and rest % num_ranks:
         return ()
@@ -45,7 +43,9 @@ def may_be_uneven(args: Namespace) -> bool:
     which excludes all other flags for the split. Predictions for offloading assume even layers.
     """
     return not (
-        _an_end_is_given(args)
+        given_ends(args)
+        or args.account_for_embedding_in_pipeline_split
+        or args.account_for_loss_in_pipeline_split
         or args.mtp_num_layers
         or args.num_experts
         or args.heterogeneous_layers_config_path
@@ -55,11 +55,7 @@ def may_be_uneven(args: Namespace) -> bool:
 
 def uneven_ranks(args: Namespace) -> str:
     """Return the message (found, rule, fix) for layers that are too few, or do not divide."""
-    ends = {
-        "--decoder-first-pipeline-num-layers": args.decoder_first_pipeline_num_layers,
-        "--decoder-last-pipeline-num-layers": args.decoder_last_pipeline_num_layers,
-    }
-    given = {flag: layers for flag, layers in ends.items() if layers is not None}
+    given = given_ends(args)
     for flag, layers in given.items():
         if layers < 1:
             return f"{flag} {layers}: a rank holds one layer at least; give 1 or more"
@@ -78,18 +74,16 @@ def uneven_ranks(args: Namespace) -> str:
 
 
 def _ranks_of_the_rest(args: Namespace) -> int:
-    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    return int(args.pipeline_model_parallel_size - sum(layers is not None for layers in ends))
+    return int(args.pipeline_model_parallel_size) - len(given_ends(args))
 
 
-def _an_end_is_given(args: Namespace) -> bool:
-    """Return whether a flag tells how many layers the first or the last rank holds."""
-    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    accounts = (
-        args.account_for_embedding_in_pipeline_split,
-        args.account_for_loss_in_pipeline_split,
-    )
-    return ends != (None, None) or any(accounts)
+def given_ends(args: Namespace) -> dict[str, int]:
+    """Return the flags that give the first or the last rank a number of layers, and the number."""
+    ends = {
+        "--decoder-first-pipeline-num-layers": args.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": args.decoder_last_pipeline_num_layers,
+    }
+    return {flag: layers for flag, layers in ends.items() if layers is not None}
 
 
 def written_out(layout: str) -> str:
@@ -109,18 +103,13 @@ def stage_layers(args: Namespace) -> tuple[int, ...]:
         return tuple(stage.count("t") for stage in written_out(str(layout)).split("|"))
     segments = args.virtual_pipeline_model_parallel_size or 1
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    embedding, loss = (
-        int(getattr(args, f"account_for_{part}_in_pipeline_split"))
-        for part in ("embedding", "loss")
-    )
-    rest = args.num_layers + embedding + loss - (first or 0) - (last or 0)
-    others = ranks - (first is not None) - (last is not None)
+    rest, others = num_layers(args) - sum(given_ends(args).values()), _ranks_of_the_rest(args)
     of_rank = [rest // others if others else 0] * ranks
     of_rank[0] = of_rank[0] if first is None else first
     of_rank[-1] = of_rank[-1] if last is None else last
-    stages = list(chain.from_iterable([[n // segments for n in of_rank]] * segments))
-    stages[0] -= embedding
-    stages[-1] -= loss
+    stages = [layers // segments for layers in of_rank] * segments
+    stages[0] -= args.account_for_embedding_in_pipeline_split
+    stages[-1] -= args.account_for_loss_in_pipeline_split
     return tuple(stages)
 
 

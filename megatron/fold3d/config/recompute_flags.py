@@ -4,8 +4,8 @@ import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
-from megatron.fold3d.config.layer_split import layers_per_rank
-from megatron.fold3d.config.schedule_flags import schedule_of
+from megatron.fold3d.config.layer_split import given_ends, layers_per_rank
+from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.config.spelling import typed
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 
@@ -49,7 +49,7 @@ def recompute_count_problems(args: Namespace, num_segments: int) -> Iterator[str
     """Yield one message (found, rule, fix) per number of layers, or limit, that cannot be."""
     yield from _limit_problems(args)
     counts = args.recompute_layers
-    if counts in (None, AUTO) or args.segments == AUTO or schedule_of(args) == STOCK:
+    if counts in (None, AUTO) or args.segments == AUTO or word_of(args).order == STOCK:
         return
     found, num_stages = typed(_FLAG, counts), args.pipeline_model_parallel_size * num_segments
     if len(counts) != num_stages:
@@ -80,8 +80,7 @@ def _limit_problems(args: Namespace) -> Iterator[str]:
 
 def _too_many(args: Namespace, found: str, num_segments: int) -> Iterator[str]:
     """Refuse numbers above the layers of a stage, if all stages have equally many."""
-    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    if args.pipeline_model_parallel_layout is not None or ends != (None, None):
+    if args.pipeline_model_parallel_layout is not None or given_ends(args):
         return  # the executor looks when it has the model
     per_rank = layers_per_rank(args) if args.num_layers else ()
     if not per_rank or per_rank[0] % num_segments:

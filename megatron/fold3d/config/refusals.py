@@ -15,9 +15,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
 from megatron.fold3d.config.bucket_flags import has_one_queue
-from megatron.fold3d.config.schedule_flags import attributes_of, schedule_of
+from megatron.fold3d.config.schedule_flags import parts_of, word_of
 from megatron.fold3d.config.settings import asked
-from megatron.fold3d.plan.schedule_word import AUTO, STOCK, VALUES, Word
+from megatron.fold3d.plan.schedule_word import AUTO, STOCK, VALUES
 
 STOCKS, WITHOUT = "stock's schedule", "without "
 # Values that stock's schedule has.
@@ -31,28 +31,28 @@ def refusals(args: Namespace, but: str = "") -> Iterator[str]:
         args: Megatron's namespace, with numbers of segments in place of ``all``.
         but: a value whose rows are left out.
     """
-    is_stock = schedule_of(args) == STOCK
+    is_stock = word_of(args).order == STOCK
     for form, rows in TABLE.items():
         value = value_of(form)
         found = "" if value == but else asked(args, value)
         if found and is_stock and value not in _OF_STOCK:
             yield from [f"{found} with --schedule stock: {rows[STOCKS]}"] if STOCKS in rows else ()
         elif found:
-            for settings, why in rows.items():
-                yield from _of_row(args, form.replace(value, found), settings, why)
+            yield from refused(args, form.replace(value, found), rows)
 
 
-def _of_row(args: Namespace, form: str, settings: str, why: str) -> Iterator[str]:
-    """Yield the messages of a row in a form such as ``{} with step=next``."""
-    if settings.startswith(WITHOUT):
-        needed = settings.removeprefix(WITHOUT).split(" and ")
-        if missing := [setting for setting in needed if not asked(args, setting)]:
-            found = value_of(form)
-            yield f"{found} without {' and '.join(missing)}: {why.replace('{}', ' '.join(missing))}"
-        return
-    for setting in settings.split(", "):
-        if other := asked(args, setting):
-            yield f"{form.replace('{}', other)}: {why}"
+def refused(args: Namespace, form: str, rows: Mapping[str, str]) -> Iterator[str]:
+    """Yield the messages of a value's rows, in a form such as ``{} with step=next``."""
+    for settings, why in rows.items():
+        if settings.startswith(WITHOUT):
+            needed = settings.removeprefix(WITHOUT).split(" and ")
+            if missing := [setting for setting in needed if not asked(args, setting)]:
+                fix = why.replace("{}", " ".join(missing))
+                yield f"{value_of(form)} without {' and '.join(missing)}: {fix}"
+            continue
+        for setting in settings.split(", "):
+            if other := asked(args, setting):
+                yield f"{form.replace('{}', other)}: {why}"
 
 
 def value_of(form: str) -> str:
@@ -67,20 +67,18 @@ def unknown_segments(args: Namespace, num_segments: int) -> Iterator[str]:
         args: Megatron's namespace, with numbers of segments in place of ``all``.
         num_segments: segments per rank; 0 if not known yet.
     """
-    for setting, segments in (
-        ("wgrad=", args.delay_weight_grads),
-        ("optimizer=", args.replicate_optimizer),
-        ("recompute=early", args.recompute_early),
-    ):
-        found = asked(args, setting)
-        if not found or schedule_of(args) == STOCK:
+    for key in ("wgrad", "optimizer", "recompute"):
+        found = asked(args, f"{key}=")
+        if not found or word_of(args).order == STOCK:
             continue
         if args.segments == AUTO:
             yield f"{found} with --segments auto: which segments is not known; give a number"
-        elif isinstance(segments, tuple) and 0 < num_segments <= segments[-1]:
-            unknown = next(segment for segment in segments if segment >= num_segments)
+            continue
+        segments = {number for part in parts_of(args, key) for number in part.segments or ()}
+        unknown = sorted(segments - {*range(num_segments)})
+        if num_segments and unknown:
             yield (
-                f"{found}: there is no segment {unknown}, a rank holds {num_segments}; "
+                f"{found}: there is no segment {unknown[0]}, a rank holds {num_segments}; "
                 f"give some of 0 to {num_segments - 1}"
             )
 
@@ -93,10 +91,10 @@ def may_try(args: Namespace, part: str) -> bool:
         part: the part, such as ``step=next``.
     """
     key = part.partition("=")[0]
-    if schedule_of(args) != AUTO or key in args.schedule_keys:
+    if word_of(args).order != AUTO or word_of(args).value(key) is not None:
         return False
-    asks = attributes_of(Word.parse(f"{AUTO}:{part}")) | {"schedule_keys": args.schedule_keys}
-    return not any(refusals(Namespace(**vars(args) | asks), but="--schedule auto"))
+    asks = Namespace(**vars(args) | {"schedule": f"{args.schedule}:{part}"})
+    return not any(refusals(asks, but="--schedule auto"))
 
 
 def may_defer(args: Namespace) -> bool:

@@ -15,16 +15,40 @@ from pathlib import Path
 from megatron.fold3d.config.checkpoint_formats import format_problems
 from megatron.fold3d.config.job_sizes import size_problems
 from megatron.fold3d.config.layer_split import written_out
+from megatron.fold3d.config.refusals import refused, value_of
 from megatron.fold3d.config.run_folders import folder_problems
-from megatron.fold3d.config.schedule_flags import schedule_of
+from megatron.fold3d.config.schedule_flags import word_of
+from megatron.fold3d.config.settings import asked
 from megatron.fold3d.config.spelling import flag_of
 from megatron.fold3d.plan.schedule_word import AUTO
 
 # Attributes of Megatron's namespace; each is named as its flag is.
+_NEEDED = {
+    "micro_batch_size": "the sequences of a micro-batch; give 1, say",
+    "lr": "the highest learning rate; give --lr 1e-4, say",
+    "eval_interval": "Megatron counts evaluations with it even where --eval-iters is 0; give the "
+    "number of iterations between two, say 1000",
+}
 _SIZES = {
+    "num_layers": "the layers of the model; give --num-layers 24, say",
+    "seq_length": "the tokens of a sequence; give --seq-length 1024, say",
     "hidden_size": "the width of a layer; give --hidden-size 1024, say",
     "num_attention_heads": "the heads of a layer; give --num-attention-heads 16, say",
     "max_position_embeddings": "the longest sequence; give as much as --seq-length, at least",
+}
+_BRING_SIZES = (
+    *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    *("use_checkpoint_args", "hybrid_layer_pattern"),
+)
+# What Megatron cannot combine, in the form of `refusals.TABLE`.
+_CLASHES = {
+    "--bf16 with {}": {"--fp16": "parameters have one precision; drop one of the two"},
+    "--swiglu with {}": {"--squared-relu": "an MLP has one activation; drop one of the two"},
+    "--wandb-project with {}": {"without --wandb-exp-name": "a run has a name there; give one"},
+    "--recompute-num-layers above 1 with {}": {
+        "--mtp-num-layers and --recompute-method uniform": "layers of multi-token prediction are "
+        "recomputed one by one; give --recompute-num-layers 1"
+    },
 }
 _FROM_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 _INDEX_HEADER = b"MMIDIDX\x00\x00"
@@ -51,25 +75,10 @@ def run_problems(args: Namespace) -> Iterator[str]:
 
 
 def _missing(args: Namespace) -> Iterator[str]:
-    if args.micro_batch_size is None:
-        yield "--micro-batch-size is missing: the sequences of a micro-batch; give 1, say"
-    if args.lr is None and not args.skip_train:
-        yield "--lr is missing: the highest learning rate; give --lr 1e-4, say"
-    if args.eval_interval is None:
-        yield (
-            "--eval-interval is missing: Megatron counts evaluations with it even where "
-            "--eval-iters is 0; give the number of iterations between two, say 1000"
-        )
-    config, encoded = (f"heterogeneous_layers_config_{n}" for n in ("path", "encoded_json"))
-    brings = (config, encoded, "use_checkpoint_args", "hybrid_layer_pattern")
-    if any(getattr(args, name) for name in brings):
-        return  # sizes come with them
-    if args.num_layers is None and args.encoder_num_layers is None:
-        yield "--num-layers is missing: the layers of the model; give --num-layers 24, say"
-    if args.seq_length is None and args.encoder_seq_length is None:
-        yield "--seq-length is missing: the tokens of a sequence; give --seq-length 1024, say"
-    for name, rule in _SIZES.items():
-        if getattr(args, name) is None:
+    sizes_come = any(getattr(args, name) for name in _BRING_SIZES)
+    for name, rule in (_NEEDED if sizes_come else _NEEDED | _SIZES).items():
+        given = getattr(args, name), getattr(args, f"encoder_{name}", None)
+        if given == (None, None) and not (name == "lr" and args.skip_train):
             yield f"{flag_of(name)} is missing: {rule}"
 
 
@@ -106,8 +115,10 @@ def _is_path(name: str | None) -> bool:
 
 def _clashes(args: Namespace) -> Iterator[str]:
     """Yield flags that cannot be combined, or that lack an installed package."""
-    if args.bf16 and args.fp16:
-        yield "--bf16 with --fp16: parameters have one precision; drop one of the two"
+    for form, rows in _CLASHES.items():
+        value = value_of(form)
+        if given := asked(args, value):
+            yield from refused(args, form.replace(value, given), rows)
     heads, groups = args.num_attention_heads, args.num_query_groups
     if args.group_query_attention and heads is not None and heads % groups:
         yield (
@@ -117,8 +128,6 @@ def _clashes(args: Namespace) -> Iterator[str]:
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= (share := getattr(args, name)) <= 1:
             yield f"{flag_of(name)} {share}: it is a probability; give 0 to 1"
-    if args.swiglu and args.squared_relu:
-        yield "--swiglu with --squared-relu: an MLP has one activation; drop one of the two"
     length, positions = args.seq_length, args.max_position_embeddings
     if None not in (length, positions) and length > positions:
         yield (
@@ -136,12 +145,7 @@ def _clashes(args: Namespace) -> Iterator[str]:
             f"--optimizer {args.optimizer}: it is in the package emerging-optimizers, which is "
             "not installed; install it, or give --optimizer adam"
         )
-    if args.wandb_project and not args.wandb_exp_name:
-        yield (
-            f"--wandb-project {args.wandb_project} without --wandb-exp-name: a run has a name "
-            "there; give one"
-        )
-    elif args.wandb_project and find_spec("wandb") is None:
+    if args.wandb_project and args.wandb_exp_name and find_spec("wandb") is None:
         yield (
             f"--wandb-project {args.wandb_project}: the package wandb is not installed; "
             "run pip install wandb, or drop it"
@@ -156,13 +160,6 @@ def _clashes(args: Namespace) -> Iterator[str]:
         yield (
             "--recompute-granularity full without --recompute-method: it tells which layers are "
             "recomputed together; give --recompute-method uniform --recompute-num-layers 1"
-        )
-    at_once = args.recompute_num_layers or 1
-    if args.mtp_num_layers and args.recompute_method == "uniform" and at_once > 1:
-        yield (
-            f"--recompute-num-layers {at_once} with --mtp-num-layers {args.mtp_num_layers} and "
-            "--recompute-method uniform: layers of multi-token prediction are recomputed one by "
-            "one; give --recompute-num-layers 1"
         )
     if args.rerun_mode == "report_stats":
         yield (
@@ -310,7 +307,7 @@ def _ranks(args: Namespace) -> Iterator[str]:
 def _stocks_groups(args: Namespace, replicas: int) -> Iterator[str]:
     """Yield batches at which stock's schedule of several ``--segments`` would stop a run."""
     ranks, segments, size = args.pipeline_model_parallel_size, args.segments, args.micro_batch_size
-    is_stocks = schedule_of(args) == "stock" and segments not in (None, AUTO, 1)
+    is_stocks = word_of(args).order == "stock" and segments not in (None, AUTO, 1)
     if not is_stocks or ranks == 1 or size is None:
         return
     found = f"--segments {segments} with --schedule stock"

@@ -5,22 +5,25 @@ from collections.abc import Iterator
 
 from megatron.fold3d.config.layer_split import (
     fitting_segments,
+    given_ends,
     layers_per_rank,
     may_be_uneven,
     num_layers,
     uneven_ranks,
     written_out,
 )
-from megatron.fold3d.config.spelling import named, typed
-from megatron.fold3d.plan.schedule_word import AUTO
+from megatron.fold3d.config.schedule_flags import word_of
+from megatron.fold3d.config.spelling import flag_of, named, typed
+from megatron.fold3d.plan.choice import file_of
+from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES
 
-# The flags from which Megatron derives virtual stages; it accepts one of them at a time.
-_VIRTUAL_STAGE_FLAGS = {
-    "num_virtual_stages_per_pipeline_rank": "--num-virtual-stages-per-pipeline-rank",
-    "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
-    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
-}
+# From whose flags Megatron derives virtual stages; it accepts one of them at a time.
+_VIRTUAL_STAGES = (
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
 
 
 def segments_or_auto(text: str) -> int | str:
@@ -31,20 +34,15 @@ def segments_or_auto(text: str) -> int | str:
         raise ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from None
 
 
-def _auto_problems(args: Namespace, schedule: str, virtual_stages: str | None) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per setting ``--segments auto`` cannot run with.
-
-    Args:
-        args: Megatron's namespace, as parsed.
-        schedule: the schedule that will run.
-        virtual_stages: Megatron's flag that sets virtual stages, if one is given.
-    """
-    if schedule in ("stock", "plan-file", *ONE_SEGMENT_SCHEDULES):
+def _auto_problems(args: Namespace) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per setting ``--segments auto`` cannot run with."""
+    schedule = word_of(args).order
+    if file_of(schedule) or schedule in (STOCK, *ONE_SEGMENT_SCHEDULES):
         yield (
             f"--segments auto with {named(schedule)}: it is chosen for schedules of several "
             "segments; give --segments N, or --schedule aiao"
         )
-    if virtual_stages is not None:
+    if (virtual_stages := virtual_stage_flag(args)) is not None:
         yield f"--segments auto with {virtual_stages}: that is a number; drop one of the two"
     elif not num_layers(args):
         yield (
@@ -61,9 +59,9 @@ def _has_layer_for_each_rank(args: Namespace) -> bool:
 
 def virtual_stage_flag(args: Namespace) -> str | None:
     """Return the flag of Megatron's that sets virtual stages, with its value."""
-    for attribute, flag in _VIRTUAL_STAGE_FLAGS.items():
-        if (value := getattr(args, attribute)) is not None:
-            return typed(flag, value)
+    for name in _VIRTUAL_STAGES:
+        if (value := getattr(args, name)) is not None:
+            return typed(flag_of(name), value)
     return None
 
 
@@ -86,12 +84,13 @@ def num_segments(args: Namespace) -> int:
     return int(args.num_virtual_stages_per_pipeline_rank or chosen or 1)
 
 
-def segment_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
+def segment_problems(args: Namespace, num_segments: int) -> Iterator[str]:
     """Yield what is wrong with the number of segments."""
+    schedule = word_of(args).order
     if args.segments is None and schedule == "stock":
         return
     if args.segments == AUTO:
-        yield from _auto_problems(args, schedule, virtual_stage_flag(args))
+        yield from _auto_problems(args)
         return
     num_ranks = args.pipeline_model_parallel_size
     if args.segments is not None and args.segments < 1:
@@ -127,11 +126,11 @@ def segment_problems(args: Namespace, schedule: str, num_segments: int) -> Itera
 
 def _split(args: Namespace, num_segments: int) -> Iterator[str]:
     """Yield why the layers cannot be split evenly over ranks and segments."""
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    if None not in (first, last) and args.pipeline_model_parallel_size == 2 and num_segments > 1:
+    ends = given_ends(args)
+    if len(ends) == args.pipeline_model_parallel_size == 2 and num_segments > 1:
+        found = " with ".join(f"{flag} {layers}" for flag, layers in ends.items())
         yield (
-            f"--decoder-first-pipeline-num-layers {first} with "
-            f"--decoder-last-pipeline-num-layers {last}: with several segments Megatron "
+            f"{found}: with several segments Megatron "
             "divides by the number of ranks between the two, and there is none; drop one of the two"
         )
     fitting = fitting_segments(args)

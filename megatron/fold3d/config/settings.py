@@ -6,21 +6,27 @@ A *setting* is a text:
     --segments auto                      one with this value
     --optimizer other than adam or sgd   one with another value than these
     --timing-log-level above 1           one with a larger number
+    wgrad=gaps                           a part of the word
+    wgrad=                               parts of the word with another value than the default
     one replica                          a name, or a flag with further words, of `_NAMED`
     --num-experts and biases             both
 """
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from importlib import metadata
 
-from megatron.fold3d.config.backward_share_flags import measures_shares
 from megatron.fold3d.config.offload_flags import engine_modules, offloads_everything, recomputes
-from megatron.fold3d.config.replication_flags import halves_embeddings
-from megatron.fold3d.config.schedule_flags import part_of, schedule_of
+from megatron.fold3d.config.schedule_flags import (
+    measures_shares,
+    parts_of,
+    spelled_parts,
+    word_of,
+)
 from megatron.fold3d.config.segment_flags import num_segments
 from megatron.fold3d.config.spelling import named, typed
-from megatron.fold3d.config.weight_grad_flags import old_engine, weight_grad_part
-from megatron.fold3d.plan.schedule_word import AUTO, STOCK
+from megatron.fold3d.plan.choice import file_of
+from megatron.fold3d.plan.schedule_word import AUTO, STOCK, VALUES
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 
 # Where a flag and the attribute that it sets have two names.
@@ -31,6 +37,7 @@ _ATTRIBUTES = {
     "--no-overlap-p2p-communication": "overlap_p2p_comm",
     "--microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
 }
+_OLDEST_ENGINE = 2, 8  # as Megatron asks for with its own --delay-wgrad-compute
 _OFF: tuple[object, ...] = (None, False, "", "off", "none", (), [])  # 0, too
 
 
@@ -44,9 +51,14 @@ def asked(args: Namespace, setting: str) -> str:
     if " and " in setting:
         parts = [asked(args, part) for part in setting.split(" and ")]
         return " and ".join(parts) if all(parts) else ""
+    key, is_part, part = setting.partition("=")
+    if is_part and key in VALUES and setting not in _NAMED:
+        return spelled_parts(args, key, part)
     flag, *rest = setting.split()
     # Validation deletes the attributes of some deprecated flags.
     value = getattr(args, attribute_of(flag), None)
+    if flag == "--schedule":
+        value = word_of(args).order  # its word has more than the order
     if setting in _NAMED:
         found = _NAMED[setting](args)
         if isinstance(found, str):
@@ -71,7 +83,7 @@ def scales_by_order(args: Namespace) -> bool:
 
 def _named_of(schedules: Callable[[str], bool]) -> Callable[[Namespace], str]:
     def found(args: Namespace) -> str:
-        schedule = schedule_of(args)
+        schedule = word_of(args).order
         return named(schedule) if schedules(schedule) else ""
 
     return found
@@ -118,24 +130,47 @@ def _shares_no_layers(args: Namespace) -> bool:
     return args.tensor_model_parallel_size == 1 and not shares_experts
 
 
-def _optimizer_part(args: Namespace) -> str:
-    given = args.replicate_optimizer
-    return part_of("optimizer", AUTO if given == AUTO else "replicated", given) if given else ""
-
-
 def _weights_apart(args: Namespace) -> str:
-    if not args.delay_weight_grads:
-        return ""
-    return "W in the plan" if args.plan_file else weight_grad_part(args)
+    found = spelled_parts(args, "wgrad")
+    return "W in the plan" if found and file_of(word_of(args).order) else found
 
 
 def _split_backwards(args: Namespace) -> str:
-    schedule = schedule_of(args)
+    schedule = word_of(args).order
     return named(schedule) if schedule in SPLIT_SCHEDULES else _weights_apart(args)
 
 
+def ties_embeddings(args: Namespace) -> bool:
+    """Tell whether the first and the last stage, on two ranks, share word embeddings."""
+    tied = not args.untie_embeddings_and_output_weights
+    return bool(tied and args.pipeline_model_parallel_size > 1)
+
+
+def _half_of_tied_embeddings(args: Namespace) -> str:
+    """Tell whether one of the two segments that share embeddings is replicated, and one is not."""
+    ends = {0, max(0, num_segments(args) - 1)}
+    parts = parts_of(args, "optimizer", "replicated")
+    replicated = ends & {number for part in parts for number in part.segments or ends}
+    is_half = len(replicated) == 1 < len(ends)
+    return "tied embeddings" if is_half and ties_embeddings(args) else ""
+
+
+def _old_engine(_: Namespace) -> str:
+    """Return a Transformer Engine that is installed and too old; the first two numbers count.
+
+    It is not imported.
+    """
+    try:
+        text = metadata.version("transformer-engine")
+    except metadata.PackageNotFoundError:
+        return ""
+    version = ".".join(text.split(".")[:2])
+    is_old = tuple(map(int, version.split("."))) < _OLDEST_ENGINE
+    return f"Transformer Engine {version}" if is_old else ""
+
+
 def _in_word(key: str) -> Callable[[Namespace], str]:
-    return lambda args: f"{key}=" if key in args.schedule_keys else ""
+    return lambda args: "" if word_of(args).value(key) is None else f"{key}="
 
 
 _STOCKS_ORDER = ("1f1b", "interleaved")
@@ -144,40 +179,24 @@ _LAYOUT = "--pipeline-model-parallel-layout"
 _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
     # The order of computation.
     "stock's schedule": _named_of(lambda schedule: schedule == STOCK),
-    "--trace of stock's schedule": lambda args: bool(args.trace) and schedule_of(args) == STOCK,
+    "--trace of stock's schedule": lambda args: bool(args.trace) and word_of(args).order == STOCK,
     "a schedule of ours": _named_of(lambda schedule: schedule != STOCK),
     "another order than stock's": _named_of(lambda name: name not in (STOCK, *_STOCKS_ORDER)),
     "a schedule with groups": _named_of(lambda name: name in ("interleaved", AUTO)),
     "a schedule without groups": _named_of(
         lambda schedule: schedule not in (STOCK, "interleaved", AUTO)
     ),
-    "a plan file": _named_of(lambda schedule: schedule == "plan-file"),
-    # Parts of the word.
-    "step=next": lambda args: args.backward_share is not None,
+    "a plan file": _named_of(lambda schedule: file_of(schedule) is not None),
+    # Of the word.
     "step=next with measured shares": measures_shares,
-    "slices=on": lambda args: args.dp_slices == "on",
-    "pairs=on": lambda args: args.overlap_tensor_parallel,
     "share=": _in_word("share"),
-    "ahead=": lambda args: (
-        "" if args.forwards_ahead is None else part_of("ahead", str(args.forwards_ahead))
-    ),
-    "ahead=auto": lambda args: args.forwards_ahead == AUTO,
     "wgrad=": _weights_apart,
-    "wgrad=gaps": lambda args: args.delay_weight_grads == AUTO,
     "weight gradients apart": _split_backwards,
     "weight gradients apart in Megatron's layers": lambda args: (
         _split_backwards(args) if args.transformer_impl != "transformer_engine" else ""
     ),
     "weight gradients apart in Transformer Engine's": lambda args: (
         _split_backwards(args) if args.transformer_impl == "transformer_engine" else ""
-    ),
-    "optimizer=": _optimizer_part,
-    "optimizer=auto": lambda args: args.replicate_optimizer == AUTO,
-    "optimizer=sharded": lambda args: (
-        "optimizer" in args.schedule_keys and not args.replicate_optimizer
-    ),
-    "recompute=early": lambda args: (
-        part_of("recompute", "early", args.recompute_early) if args.recompute_early else ""
     ),
     "wgrad= in the word": _in_word("wgrad"),
     "recompute= in the word": _in_word("recompute"),
@@ -208,12 +227,10 @@ _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
     # What has no flag of its own.
     "one replica": lambda args: getattr(args, "data_parallel_size", None) == 1,  # once validated
     "one segment": lambda args: num_segments(args) == 1,
-    "half of tied embeddings": lambda args: (
-        "tied embeddings" if halves_embeddings(args, num_segments(args)) else ""
-    ),
+    "half of tied embeddings": _half_of_tied_embeddings,
     "full recomputation": lambda args: args.recompute_granularity == "full",
     "recomputation": lambda args: recomputes(args) or offloads_everything(args),
     "fused weight gradients": lambda args: args.gradient_accumulation_fusion,
     "biases": lambda args: args.add_bias_linear,
-    "Transformer Engine before 2.8": old_engine,
+    "Transformer Engine before 2.8": _old_engine,
 }

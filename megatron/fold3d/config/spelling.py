@@ -17,4 +17,4 @@ def typed(flag: str, value: object) -> str:
 
 def named(schedule: str) -> str:
     """Return the flag that picks a schedule."""
-    return f"--schedule {'plan=FILE' if schedule == 'plan-file' else schedule}"
+    return f"--schedule {'plan=FILE' if schedule.startswith('plan=') else schedule}"

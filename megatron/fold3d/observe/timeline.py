@@ -30,6 +30,8 @@ class Lane(StrEnum):
 BUSY_LANES = frozenset({Lane.COMPUTE, Lane.OPTIMIZER, Lane.WAIT})
 LAYER_SYNCS = {Lane.TP_SYNC: "TP.sync", Lane.EP_SYNC: "EP.sync"}
 """The lanes of what layers do inside computations, and their names."""
+ROWS = (Lane.COMPUTE, *LAYER_SYNCS, Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
+"""The rows of a rank in a diagram, from the top."""
 
 
 class Span(NamedTuple):
@@ -121,6 +123,14 @@ class Timeline:
                 for spans in self.ranks
             )
         )
+
+
+def by_row(spans: Iterable[Span]) -> dict[Lane, list[Span]]:
+    """Return a rank's spans by the rows of a diagram: the busy lanes are one, ``compute``."""
+    rows: dict[Lane, list[Span]] = {lane: [] for lane in ROWS}
+    for span in spans:
+        rows[Lane.COMPUTE if span.lane in BUSY_LANES else span.lane].append(span)
+    return rows
 
 
 def queued(spans: Iterable[Span]) -> list[Span]:

@@ -9,6 +9,7 @@ where its weight gradients are computed, and when it recomputes. Users type it, 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from megatron.fold3d.plan.ir import stages_of
@@ -131,6 +132,12 @@ class Choice:
     def in_iteration(self) -> Self:
         """Return the choice with all steps at the end of their iteration."""
         return replace(self.changed(step="end"), share=None)
+
+
+def file_of(order: str) -> Path | None:
+    """Return the file of an order that is a plan of the user's."""
+    _, _, file = order.partition("=")
+    return Path(file) if file else None
 
 
 def stock_schedule(num_segments: int) -> str:

@@ -100,9 +100,25 @@ class Word:
             _check_apart(key, [*given])
         return cls(order, tuple(parts))
 
+    def written_out(self, num_segments: int) -> "Word":
+        """Return the word with the numbers of segments where a part is for all of them."""
+        every = tuple(range(num_segments))
+        parts = (
+            replace(part, segments=every)
+            if part.segments is None and (part.key, part.value) in _OF_SEGMENTS
+            else part
+            for part in self.parts
+        )
+        return replace(self, parts=tuple(parts))
+
     def value(self, key: str) -> str | None:
         """Return the value of a key that is given once; None if it is not given."""
         return next((part.value for part in self.parts if part.key == key), None)
+
+    def number(self, key: str) -> Any:
+        """Return the number of a key that takes one; None if it is not given, or auto."""
+        value = self.value(key)
+        return None if value in (None, AUTO) else _READ[VALUES[key][0]](value)
 
 
 def spelled(segments: Sequence[int]) -> str:

@@ -144,10 +144,10 @@ class AutoSchedule(Feature):
     def _flag(self) -> str:
         config = self._config
         for name, chooses in (
-            ("--schedule auto", config.schedule == "auto"),
-            ("step=next", config.auto_share),
-            ("optimizer=auto", config.auto_replicates),
-            ("ahead=auto", config.auto_ahead),
+            ("--schedule auto", config.choice.order == "auto"),
+            ("step=next", "share" in config.auto),
+            ("optimizer=auto", "optimizer" in config.auto),
+            ("ahead=auto", "ahead" in config.auto),
         ):
             if chooses:
                 return name
@@ -220,7 +220,7 @@ class AutoSchedule(Feature):
     ) -> list[Predicted]:
         """Return the prediction of the first choice, and of those worth trying."""
         config, order, first = self._config, self._plans.order(size), self._config.choice
-        chooses_all = config.schedule == "auto"
+        chooses_all = config.choice.order == "auto"
         if chooses_all:
             first = replace(first, order=first.schedule)
         if first.fills_gaps:
@@ -230,7 +230,7 @@ class AutoSchedule(Feature):
             first=first,
             order=order,
             frees_order=chooses_all,
-            frees_ahead=config.auto_ahead,
+            frees_ahead="ahead" in config.auto,
             tied=config.ties_embeddings,
             keeps_forwards=config.keeps_forwards,
             parameter_share=config.parameter_share,
@@ -245,7 +245,7 @@ class AutoSchedule(Feature):
         cuts = [
             one.choice.carries
             or one.choice.where(optimizer="replicated")
-            or (config.reduces_early and one.choice.splits)
+            or (config.features.reduces_early and one.choice.splits)
             for one in predicted
         ]
         if chooses_all and num_replicas > 2 and any(cuts):
@@ -265,7 +265,7 @@ class AutoSchedule(Feature):
             return trial.choices[self._index]
         self._index = 0
         order = self._plans.order(plan.num_microbatches)
-        splits = self._config.auto_delays or self._config.delay_weight_grads
+        splits = "wgrad" in self._config.auto or self._config.apart
         if number == MEASURED and splits and not order.has(*WEIGHT_OPS):
             first = self._config.choice
             return Predicted(

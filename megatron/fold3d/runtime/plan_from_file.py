@@ -23,13 +23,13 @@ def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
             f"found {_sizes(*found)}, this run has {_sizes(*needed)}; "
             "a plan file fits one size: change the flags, or name a schedule"
         )
-    if not config.shards_params and plan.has(*FREE_OPS):
+    if not config.features.shards_params and plan.has(*FREE_OPS):
         raise PlanError("found FREE_PARAM in the plan; give --shard-segments weights")
-    if not config.shards_grads and plan.has(Op.FREE_GRAD):
+    if not config.features.shards_grads and plan.has(Op.FREE_GRAD):
         raise PlanError("found FREE_GRAD in the plan; give --shard-segments gradients")
     for program in plan.programs:
         _check_sums(config, program)
-    if not config.overlap_grad_reduce:  # Megatron then sums behind all backwards
+    if config.features.grad_sync == "serial":  # Megatron then sums behind all backwards
         plan = plan.select(frozenset(TABLE) - SUM_OPS - UPDATE_OPS)
     if plan.has(Op.OFFLOAD) and config.offload_activations == "off":
         raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
@@ -41,7 +41,7 @@ def _check_sums(config: Fold3DConfig, program: Program) -> None:
     early, late, choice = stages_in_parts(program), carried(program), config.choice
     whole = choice.stages(config.num_ranks, optimizer="replicated")
     for stage in early:
-        if choice.carries or not config.reduces_early:
+        if choice.carries or not config.features.reduces_early:
             raise PlanError(
                 f"found parts of stage {stage}'s DP.sync between its weight gradients; this run "
                 "can only start it behind them (docs/architecture.md, DP.sync between weight "
@@ -50,7 +50,7 @@ def _check_sums(config: Fold3DConfig, program: Program) -> None:
     for action in program:
         stage, op, _ = action
         if op in SUM_OPS:
-            in_shards = config.steps_shards and stage not in whole
+            in_shards = config.features.steps_shards and stage not in whole
             if (op is Op.REDUCE_SCATTER) != in_shards:
                 ours = Op.REDUCE_SCATTER if in_shards else Op.ALL_REDUCE
                 raise PlanError(

@@ -29,7 +29,7 @@ class Plans:
     """
 
     def __init__(self, config: Fold3DConfig) -> None:
-        self.name = config.name
+        self.name = config.choice.order
         self.latest: Plan | None = None
         self.fixes_offload = False
         self.carries = True
@@ -54,7 +54,12 @@ class Plans:
             return ()
         if (chosen := self.chosen(order.num_microbatches)) is not None:
             return chosen.shares
-        return (self._config.backward_share or 0.0,) * order.num_stages
+        share = self._config.choice.share
+        if share is None:
+            from megatron.fold3d.policy.backward_shares import FIRST_SHARE
+
+            share = FIRST_SHARE  # until times are measured
+        return (share,) * order.num_stages
 
     def order(self, num_microbatches: int) -> Plan:
         """Return the order of a training iteration: its computations only.
@@ -129,7 +134,7 @@ class Plans:
     def _forwards_before_gather(self, order: Plan, shares: Sequence[float]) -> dict[int, int]:
         """Return how many forwards overlap what is left of a stage, before its all-gather."""
         config = self._config
-        if not (shares and config.gathers_params) or config.plan_file is not None:
+        if not (shares and config.features.gathers_params) or config.plan_file is not None:
             return {}
 
         from megatron.fold3d.policy.backward_shares import forwards_before_gather
@@ -153,7 +158,7 @@ class Plans:
 
         from megatron.fold3d.plan.passes.place_weight_grads import place_as_if_equal
 
-        return place_as_if_equal(order, config.most_activations)  # until times are measured
+        return place_as_if_equal(order, config.choice.held)  # until times are measured
 
     def _evaluation_order(self, num_microbatches: int) -> Plan:
         choice = Choice.plain("interleaved", self._config.num_segments)

@@ -16,7 +16,9 @@ from megatron.fold3d.config.layer_split import (
     num_layers,
     uneven_ranks,
 )
+from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.policy.num_segments import Segments, by_rule
 from megatron.fold3d.policy.partition import Layers
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
@@ -82,14 +84,14 @@ def choose(
         ValueError: they cannot be even, and whether other layers fit is not known.
     """
     options, layers = fitting_segments(args), num_layers(args)
-    num_ranks: int = args.pipeline_model_parallel_size
+    word, num_ranks = word_of(args), int(args.pipeline_model_parallel_size)
     rank_layers = layers / num_ranks
     layer_s = measured.layer_forward_s + measured.layer_backward_s
     pipeline = SimulatedRun(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
-        schedule="aiao" if args.schedule == "auto" else args.schedule,
-        deferred=args.backward_share is not None,
+        schedule="aiao" if word.order == AUTO else word.order,
+        deferred=word.value("step") == "next",
         preemptive=False,
     )
     if fits is None or not may_be_uneven(args):

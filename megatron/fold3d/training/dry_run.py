@@ -20,7 +20,9 @@ from megatron.fold3d.config.bucket_flags import has_one_queue
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import has_many_queues
 from megatron.fold3d.config.job_sizes import ranks_of_model
+from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.observe.exposure import exposure, mean
+from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.policy.predicted import Predicted
@@ -30,50 +32,35 @@ from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 _GIB = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The cluster that a run is checked for.
+def cluster_of(name: str) -> Cluster | None:
+    """Return the cluster that ``--check`` names; None for an empty name.
 
-    Attributes:
-        cluster: the GPUs that it will have; None if they are not known.
+    Raises:
+        ValueError: there is no cluster of this name.
+        OSError: its file cannot be read.
     """
+    return cluster(name) if name else None
 
-    cluster: Cluster | None
 
-    @classmethod
-    def named(cls, name: str) -> "Target":
-        """Return the target that ``--check`` names; an empty name is no cluster.
+def set_world_size(args: Namespace, known: Cluster | None) -> None:
+    """Set the number of ranks in the namespace and in the environment.
 
-        Raises:
-            ValueError: there is no cluster of this name.
-            OSError: its file cannot be read.
-        """
-        return cls(cluster(name) if name else None)
+    It is torchrun's, or the cluster's, or the number that one replica of the model takes.
 
-    @property
-    def is_blackwell(self) -> bool:
-        """Whether its GPUs are Blackwell or later; unknown ones count as older."""
-        return self.cluster is not None and self.cluster.is_blackwell
-
-    def set_world_size(self, args: Namespace) -> None:
-        """Set the number of ranks in the namespace and in the environment.
-
-        It is torchrun's, or the cluster's, or the number that one replica of the model takes.
-
-        Raises:
-            ValueError: torchrun and the cluster differ.
-        """
-        started, cluster = os.environ.get("WORLD_SIZE"), self.cluster
-        if cluster is not None and started not in (None, str(cluster.num_gpus)):
-            raise ValueError(
-                f"--check {cluster.name}: it has {cluster.num_gpus} GPUs, and this job {started} "
-                "ranks; check without torchrun, or name as many"
-            )
-        if cluster is not None:
-            args.world_size = cluster.num_gpus
-        elif started is None:
-            args.world_size = ranks_of_model(args)
-        os.environ["WORLD_SIZE"] = str(args.world_size)
+    Raises:
+        ValueError: torchrun and the cluster differ.
+    """
+    started = os.environ.get("WORLD_SIZE")
+    if known is not None and started not in (None, str(known.num_gpus)):
+        raise ValueError(
+            f"--check {known.name}: it has {known.num_gpus} GPUs, and this job {started} "
+            "ranks; check without torchrun, or name as many"
+        )
+    if known is not None:
+        args.world_size = known.num_gpus
+    elif started is None:
+        args.world_size = ranks_of_model(args)
+    os.environ["WORLD_SIZE"] = str(args.world_size)
 
 
 def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
@@ -99,15 +86,16 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
         yield "plan: stock Megatron's schedule"
     else:
         shape = in_words(plan.num_ranks, plan.num_segments, plan.num_microbatches)
-        begins = " begins in stock's order" if args.schedule == "auto" else ""
-        yield f"plan: {args.plan_file or args.schedule}{begins}, {shape}, verified"
-    target = Target.named(args.check)
+        order = word_of(args).order
+        begins = " begins in stock's order" if order == AUTO else ""
+        yield f"plan: {file_of(order) or order}{begins}, {shape}, verified"
+    known = cluster_of(args.check)
     try:
-        expected = RunEstimate.of(args, target)
+        expected = RunEstimate.of(args, known)
     except ValueError as error:  # of the planner; the run does not ask it
         yield f"no estimate of memory and time: {error}"
         return
-    yield from expected.lines(target)
+    yield from expected.lines(known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +110,12 @@ class RunEstimate:
     """With --schedule auto: stock's order, and what it would try."""
 
     @classmethod
-    def of(cls, args: Namespace, target: Target) -> "RunEstimate":
+    def of(cls, args: Namespace, known: Cluster | None) -> "RunEstimate":
         """Return the estimate of Megatron's validated namespace.
 
         Args:
             args: the namespace.
-            target: the cluster, if one is named.
+            known: the cluster, if one is named.
 
         Raises:
             ValueError: the planner does not model it.
@@ -135,11 +123,11 @@ class RunEstimate:
         if args.use_torch_fsdp2 or args.use_megatron_fsdp:
             raise ValueError("the planner does not model FSDP, whose replicas share all states")
         config = Fold3DConfig.from_args(args)
-        shape, hardware = shape_of(args), target.cluster or _some_cluster(args.world_size)
+        shape, hardware = shape_of(args), known or _some_cluster(args.world_size)
         costs = on_cluster(shape, hardware)
         if has_many_queues():
             costs = _with_many_queues(costs)
-        limit = None if target.cluster is None else usable_bytes(hardware)
+        limit = None if known is None else usable_bytes(hardware)
         run, order = run_of(args, config, costs, shape, limit).settled()
         timeline = run.simulated(order).timeline
         row = mean(exposure(timeline))
@@ -148,17 +136,17 @@ class RunEstimate:
             timeline.period_s,
             tuple(run.peaks(order, timeline)),
             ", ".join(f"{name} {row.share(seconds):.0%}" for name, seconds in parts.items()),
-            tuple(_left_out(args, target)),
-            tries(run, config) if target.cluster and args.schedule == "auto" else (),
+            tuple(_left_out(args, known)),
+            tries(run, config) if known and config.choice.order == AUTO else (),
         )
 
-    def lines(self, target: Target) -> Iterator[str]:
+    def lines(self, known: Cluster | None) -> Iterator[str]:
         """Yield the estimate in words.
 
         Raises:
             ValueError: it is more than the GPUs have.
         """
-        known, most = target.cluster, max(self.peaks)
+        most = max(self.peaks)
         peaks = " ".join(f"{peak / _GIB:.1f}" for peak in self.peaks)
         yield f"memory: {peaks} GiB per pipeline rank, estimated"
         if known is None:
@@ -184,10 +172,10 @@ class RunEstimate:
             yield f"not in these estimates: {', '.join(self.notes)}"
 
 
-def _left_out(args: Namespace, target: Target) -> Iterator[str]:
+def _left_out(args: Namespace, known: Cluster | None) -> Iterator[str]:
     """Yield what changes memory or time, and the estimates ignore."""
     yield from left_out(args)
-    if args.recompute_layers == AUTO and target.cluster is None:
+    if args.recompute_layers == AUTO and known is None:
         yield "--recompute-layers auto"
     if args.tensor_model_parallel_size == 1 and has_one_queue(args):
         yield "one hardware queue"

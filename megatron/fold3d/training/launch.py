@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import fold3d_patches
 from fold3d_patches.cpu import flags as cpu_flags
@@ -40,17 +40,15 @@ from megatron.fold3d.config.gpu_settings import (
 )
 from megatron.fold3d.config.job_sizes import num_microbatches
 from megatron.fold3d.config.run_flags import data_problems, run_problems
-from megatron.fold3d.config.schedule_flags import schedule_of
+from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.config.spelling import flag_of
 from megatron.fold3d.config.unread_flags import unread_flags
 from megatron.fold3d.observe.breakdown import Flops
+from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import preset_flags
 from megatron.fold3d.training.checkpoint_fit import check_checkpoint
-
-if TYPE_CHECKING:
-    from megatron.fold3d.training.dry_run import Target
 
 AddArguments = Callable[[ArgumentParser], ArgumentParser]
 
@@ -143,12 +141,15 @@ def prepare(
     from fold3d_patches.cpu.compiler import uncompiled
 
     with uncompiled() if device == "cpu" or checks else nullcontext():
-        target = _target(own)
+        if checks:
+            from megatron.fold3d.training import dry_run
+
+            known = dry_run.cluster_of(own.check)
         from megatron.training.arguments import parse_and_validate_args, parse_args
 
     asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
     lacks_gpu = device == "cuda" and not torch.cuda.is_available()
-    if lacks_gpu and target is None and not asks_for_help:
+    if lacks_gpu and not checks and not asks_for_help:
         raise ValueError(
             "--device cuda: torch finds no CUDA device; --device cpu and --check need none"
         )
@@ -170,11 +171,11 @@ def prepare(
     )
     if on_cpu:
         cpu_flags.check(args)
-    if target is not None:
-        target.set_world_size(args)
+    if checks:
+        dry_run.set_world_size(args, known)
     _check(args, [] if builds_own_model else [*data_problems(args, may_mock=family == "gpt")])
     if args.segments == AUTO:
-        if target is not None:
+        if checks:
             raise ValueError(
                 "--segments auto with --check: it measures the hardware that trains; give "
                 "--segments N, `fold3d search` tells which"
@@ -182,16 +183,17 @@ def prepare(
         parse = partial(parse_args, add_all, ignore_unknown_args)
         args = _with_chosen_segments(args, parse, defaults, builds_own_model)
     patched.enter_context(fold3d_patches.install_platform(device))
-    if target is not None and lacks_gpu:
-        patched.enter_context(fold3d_patches.install_absent_gpu(target.is_blackwell))
-    with nullcontext() if target is None else redirect_stdout(io.StringIO()):  # 800 lines of flags
+    if checks and lacks_gpu:
+        is_blackwell = known is not None and known.is_blackwell  # unknown GPUs count as older
+        patched.enter_context(fold3d_patches.install_absent_gpu(is_blackwell))
+    with nullcontext() if not checks else redirect_stdout(io.StringIO()):  # 800 lines of flags
         args = parse_and_validate_args(
             add_all, ignore_unknown_args, args_defaults=defaults | megatron_defaults(args)
         )
     if not on_cpu and has_many_queues():
         _put_tensor_parallel_first(args)
     # Once more: validation may bring options along, from a checkpoint say.
-    if target is None:
+    if not checks:
         install(args, patched)
     return args
 
@@ -262,29 +264,20 @@ def tell_checked(args: Namespace, absent: Sequence[str] = ()) -> int:
     return 0
 
 
-def _target(own: Namespace) -> "Target | None":
-    if own.check is None:
-        return None
-
-    from megatron.fold3d.training.dry_run import Target
-
-    return Target.named(own.check)
-
-
 def _check(args: Namespace, more: Sequence[str]) -> None:
     """Refuse parsed flags that cannot work, together with the problems in ``more``.
 
     Raises:
         ValueError: one line for each rule that is broken.
     """
-    problems = [*run_problems(args), *gpu_problems(args, schedule_of(args)), *more]
+    problems = [*run_problems(args), *gpu_problems(args, word_of(args).order), *more]
     try:
         Fold3DConfig.from_args(args)
     except ValueError as error:
         problems = [str(error), *problems]
     if problems:
         raise ValueError("\n".join(problems))
-    if args.plan_file is not None and not args.use_checkpoint_args:  # it may bring the sizes
+    if file_of(word_of(args).order) and not args.use_checkpoint_args:  # it may bring the sizes
         fold3d_patches.check_schedule(Fold3DConfig.from_args(args), num_microbatches(args))
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fold3d.config.read_config import SLICE_BYTES as TRAINING_SLICE_BYTES
+from megatron.fold3d.config.fold3d_config import SLICE_BYTES as TRAINING_SLICE_BYTES
 from megatron.fold3d.observe.exposure import exposure
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Timeline
 from megatron.fold3d.plan.ir import Plan, PlanError

@@ -6,21 +6,16 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Offload
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.runtime.plans import Plans
 from tests.configs import CONFIG
 
 
-def plans(offload: Offload, plan_file: Path | None = None) -> Plans:
-    return Plans(
-        replace(
-            CONFIG,
-            schedule="plan-file" if plan_file else "afab",
-            plan_file=plan_file,
-            offload_activations=offload,
-        )
-    )
+def plans(offload: Offload, file: Path | None = None) -> Plans:
+    choice = Choice.plain("afab" if file is None else f"plan={file}", num_segments=1)
+    return Plans(replace(CONFIG, choice=choice, offload_activations=offload))
 
 
 def test_what_leaves_is_chosen_anew_and_the_latest_plan_is_the_one_that_trains():

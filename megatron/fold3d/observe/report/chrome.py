@@ -10,11 +10,10 @@ from itertools import count
 from typing import Any
 
 from megatron.fold3d.observe.messages import reader_of, source_of
-from megatron.fold3d.observe.timeline import BUSY_LANES, LAYER_SYNCS, Lane, Span, Timeline
+from megatron.fold3d.observe.timeline import LAYER_SYNCS, Lane, Span, Timeline, by_row
 from megatron.fold3d.plan.ops import PART_OPS, TABLE, wait_title
 
 _US = 1e6
-_THREADS = ("compute", *LAYER_SYNCS, Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
 _PER_LANE = 100  # threads at most; numbers are for sorting
 _Ends = tuple[tuple[int, Span], tuple[int, Span]]
 """The rank and the span of a message's source, and of its reader."""
@@ -29,8 +28,8 @@ def to_chrome(timelines: Mapping[str, Timeline]) -> str:
         for rank, spans in enumerate(timeline.ranks):
             title = f"{name}: rank {rank}" if len(timelines) > 1 else f"rank {rank}"
             events.append(_metadata(pids[rank], 0, "process_name", title))
-            for lane, thread in enumerate(_THREADS):
-                events.extend(_lane(timeline, spans, thread, pids[rank], lane * _PER_LANE))
+            for number, (lane, own) in enumerate(by_row(spans).items()):
+                events.extend(_lane(timeline, own, lane, pids[rank], number * _PER_LANE))
         for ends, message in _messages(timeline):
             events.extend(_arrow(next(flows), message, ends, pids))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
@@ -39,10 +38,8 @@ def to_chrome(timelines: Mapping[str, Timeline]) -> str:
 def _lane(
     timeline: Timeline, spans: Sequence[Span], thread: str, pid: int, first: int
 ) -> Iterator[dict[str, Any]]:
-    busy = thread == "compute"
-    mine = [s for s in spans if (s.lane in BUSY_LANES if busy else s.lane == thread)]
     free_s: list[float] = []  # when each of the lane's threads is free again
-    for span in mine:
+    for span in spans:
         row = next((i for i, end_s in enumerate(free_s) if end_s <= span.start_s), len(free_s))
         if row == len(free_s):
             free_s.append(0.0)

@@ -15,11 +15,10 @@ from megatron.fold3d.observe.critical_path import PathStep, critical_path, path_
 from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.observe.report.palette import HUES, color, takes_dark_text
 from megatron.fold3d.observe.report.template import one_file
-from megatron.fold3d.observe.timeline import BUSY_LANES, LAYER_SYNCS, Lane, Span, Timeline, queued
+from megatron.fold3d.observe.timeline import Lane, Span, Timeline, by_row, queued
 from megatron.fold3d.plan.ir import gc_paused
 
 _SCRIPTS = ("model.js", "canvas.js", "paint.js", "view.js")
-_MAIN, _THIN = "compute", (*LAYER_SYNCS, Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
 _US = 1e6
 # The fill of a column in a bar; what is not here has the color of an empty row.
 _KINDS = {
@@ -89,7 +88,9 @@ def _embedded(views: Sequence[View], paths: Sequence[Sequence[PathStep]]) -> dic
 
 def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:
     """The spans of each lane as three columns, and where among them the critical path is."""
-    lanes = [dict(_lanes(spans)) for spans in view.timeline.ranks]
+    lanes = [by_row(spans) for spans in view.timeline.ranks]
+    for of_rank in lanes:
+        of_rank[Lane.GRAD_SYNC].sort(key=lambda span: span.end_s)
     used = {name for of_rank in lanes for name, spans in of_rank.items() if spans}
     index = {
         (rank, span): (name, i)
@@ -110,18 +111,11 @@ def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:
                     "word": [span.word for span in spans],
                 }
                 for name, spans in of_rank.items()
-                if name in used or name == _MAIN
+                if name in used or name == Lane.COMPUTE
             }
             for of_rank in lanes
         ],
     }
-
-
-def _lanes(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
-    yield _MAIN, [span for span in spans if span.lane in BUSY_LANES]
-    for lane in _THIN:
-        own = [span for span in spans if span.lane is lane]
-        yield lane, sorted(own, key=lambda span: span.end_s) if lane is Lane.GRAD_SYNC else own
 
 
 def _starts_s(lane: str, spans: Sequence[Span]) -> Iterator[float]:
@@ -166,13 +160,8 @@ def _capital(name: str) -> str:
 def _speed_section(speeds: Sequence[Sequence[str]]) -> Iterator[str]:
     if not speeds:
         return
-    titles, *rows = speeds
     yield '<section aria-labelledby="speed"><h2 id="speed">How fast</h2>'
-    yield '<div class="scroll"><table><thead><tr>'
-    yield "".join(f"<th>{escape(title)}</th>" for title in titles)
-    yield "</tr></thead><tbody>"
-    yield from (_table_row(name, cells) for name, *cells in rows)
-    yield "</tbody></table></div></section>"
+    yield f"{_table(*speeds)}</section>"
 
 
 def _time_section(views: Sequence[View]) -> Iterator[str]:
@@ -185,18 +174,21 @@ def _time_section(views: Sequence[View]) -> Iterator[str]:
         (v.name, dict(zip(shown, seconds_of(v.row.iteration, shown), strict=False)), COLUMNS)
         for v in views
     )
-    yield '<div class="scroll"><table><thead><tr><th>ms</th>'
-    yield "".join(f"<th>{COLUMNS[name]}</th>" for name in shown)
+    titles = ["ms", *(COLUMNS[name] for name in shown), "iteration"]
     extra = list(_extra_columns(rows))
-    yield "<th>iteration</th>" + "".join(f"<th>{name}</th>" for name, _ in extra)
-    yield "</tr></thead><tbody>"
-    for i, view in enumerate(views):
-        cells = [*_cells(view.row.iteration, shown), *(texts[i] for _, texts in extra)]
-        yield _table_row(view.name, cells)
-    yield "</tbody></table></div>"
+    yield _table(
+        [*titles, *(name for name, _ in extra)],
+        *(
+            [view.name, *_cells(view.row.iteration, shown), *(texts[i] for _, texts in extra)]
+            for i, view in enumerate(views)
+        ),
+    )
     for view in views:
         if view.row.of_rank:
-            yield from _rank_table(view, shown)
+            yield f"<details><summary>{escape(_capital(view.name))}, each rank</summary>"
+            ranks = enumerate(view.row.of_rank)
+            yield _table(titles, *([f"rank {rank}", *_cells(row, shown)] for rank, row in ranks))
+            yield "</details>"
     yield "</section>"
 
 
@@ -219,23 +211,21 @@ def _extra_columns(rows: Sequence[Breakdown]) -> Iterator[tuple[str, list[str]]]
             yield name, texts
 
 
-def _rank_table(view: View, shown: Sequence[str]) -> Iterator[str]:
-    yield f"<details><summary>{escape(_capital(view.name))}, each rank</summary>"
-    yield '<div class="scroll"><table><thead><tr><th>ms</th>'
-    yield "".join(f"<th>{COLUMNS[name]}</th>" for name in shown)
-    yield "<th>iteration</th></tr></thead><tbody>"
-    for rank, row in enumerate(view.row.of_rank):
-        yield _table_row(f"rank {rank}", _cells(row, shown))
-    yield "</tbody></table></div></details>"
-
-
 def _cells(row: Exposure, shown: Sequence[str]) -> list[str]:
     return [_ms(seconds) for seconds in seconds_of(row, shown)]
 
 
-def _table_row(name: str, cells: Sequence[str]) -> str:
-    inside = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    return f'<tr><th scope="row">{escape(name)}</th>{inside}</tr>'
+def _table(titles: Sequence[str], *rows: Sequence[str]) -> str:
+    """Return a table; the first cell of a row names it."""
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for name, *cells in rows
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll">{table}</div>'
 
 
 def _path_section(views: Sequence[View], paths: Sequence[Sequence[PathStep]]) -> Iterator[str]:

@@ -74,7 +74,9 @@ class PreemptiveCommunicator:
             )
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
         return cls(
-            slice_bytes=config.dp_slice_bytes, timeout=timeout, fits_slices=config.auto_slices
+            slice_bytes=config.slice_bytes,
+            timeout=timeout,
+            fits_slices=config.choice.slice_bytes is None,
         )
 
     def connect(self, neighbours: Collection[int]) -> None:

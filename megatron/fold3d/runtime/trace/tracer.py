@@ -106,7 +106,7 @@ class Tracer:
             num_ranks=self._config.num_ranks,
             num_segments=self._config.num_segments,
             num_microbatches=num_microbatches,
-            schedule=self._config.schedule,
+            schedule=self._config.choice.order,
             plan="" if plan is None else plan.to_text(),
             iterations=tuple(self._recorded),
             microbatch_flops=self._config.microbatch_flops,
