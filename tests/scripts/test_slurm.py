@@ -81,7 +81,7 @@ def test_a_pair_trains_the_papers_configuration(
     assert (args.tensor_model_parallel_size, args.global_batch_size) == (tp, batch)
     config = Fold3DConfig.from_args(args)
     schedule = {"megatron-best": "stock", "auto": "auto"}[task]
-    assert (config.schedule, config.num_segments) == (schedule, 3 if model == "bert" else 4)
+    assert (config.choice.order, config.num_segments) == (schedule, 3 if model == "bert" else 4)
     num_microbatches = batch // (args.micro_batch_size * dp)
     assert args.microbatch_group_size_per_vp_stage == num_microbatches
     assert args.exit_signal_handler

@@ -52,7 +52,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     findings = [*untested(_requirements()), *_torch(), *_extensions(), *_patches()]
-    measured: list[link_speeds.Link] = []
+    measured: list[link_speeds.LinkSpeed] = []
     machine: dict[str, Any] = {}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         others, measured, machine = meet(findings, measures=sys.argv[1:] == ["measure"])
@@ -198,7 +198,7 @@ def _patches() -> Iterator[Finding]:
 
 def meet(
     mine: list[Finding], *, measures: bool = False
-) -> tuple[list[Finding], list[link_speeds.Link], dict[str, Any]]:
+) -> tuple[list[Finding], list[link_speeds.LinkSpeed], dict[str, Any]]:
     """Return what other ranks found that this one did not, links, and if asked for the machine."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")

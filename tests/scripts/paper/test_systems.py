@@ -42,7 +42,7 @@ def test_megatron_takes_a_systems_flags_for_the_papers_39b(
     args.rank, args.world_size = 0, 128
     validate_args(args, megatron_defaults(args))
     config = Fold3DConfig.from_args(args)
-    assert (config.schedule, config.num_segments) == SCHEDULES.get(name, ("aiao", 4))
+    assert (config.choice.order, config.num_segments) == SCHEDULES.get(name, ("aiao", 4))
     overlaps = name not in ("megatron", "dspeed3d", "zero3")
     assert args.overlap_grad_reduce == overlaps
     assert args.data_parallel_size == (128 if name == "zero3" else 4)

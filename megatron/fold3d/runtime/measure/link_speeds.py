@@ -18,7 +18,7 @@ _ROUND_TRIPS, _TRANSFERS = 20, 3
 _BYTES = 4 << 20
 
 
-class Link(NamedTuple):
+class LinkSpeed(NamedTuple):
     """The measured link from one rank to another."""
 
     source: int
@@ -34,7 +34,7 @@ def pairs(world_size: int) -> list[tuple[int, int]]:
     return [(rank, (rank + 1) % world_size) for rank in range(world_size)]
 
 
-def measure(chosen: Sequence[tuple[int, int]], device: torch.device) -> list[Link]:
+def measure(chosen: Sequence[tuple[int, int]], device: torch.device) -> list[LinkSpeed]:
     """Return the links between the chosen pairs, the same on every rank.
 
     The default process group must be initialized.
@@ -47,12 +47,12 @@ def measure(chosen: Sequence[tuple[int, int]], device: torch.device) -> list[Lin
             link = _measure(source, target, device)
             if here == source:
                 found.append(link)
-    gathered: list[list[Link]] = [[] for _ in range(dist.get_world_size())]
+    gathered: list[list[LinkSpeed]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, found)
-    return [Link(*link) for links in gathered for link in links]
+    return [LinkSpeed(*link) for links in gathered for link in links]
 
 
-def _measure(source: int, target: int, device: torch.device) -> Link:
+def _measure(source: int, target: int, device: torch.device) -> LinkSpeed:
     word = torch.zeros(1, device=device)
     data = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
     _there_and_back(word, word, source, target)  # connects the two
@@ -60,7 +60,7 @@ def _measure(source: int, target: int, device: torch.device) -> Link:
     trips_s = [_there_and_back(word, word, source, target) for _ in range(_ROUND_TRIPS)]
     latency_s = median(trips_s) / 2
     transfers_s = [_there_and_back(data, word, source, target) for _ in range(_TRANSFERS)]
-    return Link(source, target, latency_s, _BYTES / max(1e-9, median(transfers_s) - latency_s))
+    return LinkSpeed(source, target, latency_s, _BYTES / max(1e-9, median(transfers_s) - latency_s))
 
 
 def _there_and_back(there: torch.Tensor, back: torch.Tensor, source: int, target: int) -> float:
