@@ -298,54 +298,48 @@ def _pairs(run: _Run) -> "Part":
 
 def _dp_sync(run: _Run) -> "Part":
     """Return DP.sync with what it needs, and around it the feature that chooses, if any does."""
+    from fold3d_patches.schedule import optimizer_step
     from megatron.fold3d.runtime.grad_sync.dp_sync import DPSync
 
     config = run.config
-    due = replicated = second_lane = step = None
-    others: Sequence[Patch] = ()
+    due = replicated = second_lane = None
+    steps: list[optimizer_step.Around] = []
+    patches: list[Patch] = []
     if config.backward_share is not None or config.auto_defers:
-        due, step, others = _due_steps(run)
+        from fold3d_patches.schedule import due_steps
+
+        due = _due_steps(run)
+        steps.append(optimizer_step.due_steps(due, _metrics()))
+        patches += due_steps.patches(due)
     elif config.replicated_segments or config.auto_replicates:
-        from fold3d_patches.schedule import replicated_step
         from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
 
         replicated = ReplicatedSegments(config.replicated_segments)
-        step = replicated_step.patch(replicated)
+        steps.append(optimizer_step.replicated(replicated))
     has_one_queue = config.receives_late and config.overlap_grad_reduce
     if due is None and has_one_queue and config.num_segments > 1:
         from megatron.fold3d.runtime.grad_sync.second_lane import SecondLane
 
         second_lane = SecondLane(run.timeout)
-    features = [
+    features: list[Feature] = [
         DPSync(run.recorder, side=run.side, due=due, replicated=replicated, second_lane=second_lane)
     ]
     if config.measures_times:
-        from fold3d_patches.schedule import noted_step
         from megatron.fold3d.predict.search.measured_search import measured_search
         from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 
         auto = AutoSchedule(config, run.plans, measured_search, due=due, replicated=replicated)
-        return (auto, *features), (noted_step.patch(auto, step), *others)
-    return features, (*([] if step is None else [step]), *others)
+        steps.append(optimizer_step.noted(auto))
+        features.insert(0, auto)
+    return features, (*([optimizer_step.patch(*steps)] if steps else []), *patches)
 
 
-def _due_steps(run: _Run) -> "tuple[DueSteps, Patch, Sequence[Patch]]":
-    """Return what owns steps that reach into the next iteration, and its patches.
-
-    The patch of the optimizer's step comes first.
-    """
-    from fold3d_patches.schedule import (
-        checkpoint_and_decide_exit,
-        optimizer_step,
-        save_checkpoint,
-        scale_gradients,
-        zero_grad_buffer,
-    )
+def _due_steps(run: _Run) -> "DueSteps":
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
     from megatron.fold3d.runtime.grad_sync.sums import UNCUT
 
     config = run.config
-    due = DueSteps(
+    return DueSteps(
         run.plans,
         slice_bytes=UNCUT if config.slices_dp_sync else config.dp_slice_bytes,
         bounded=config.clips_or_scales,
@@ -353,9 +347,6 @@ def _due_steps(run: _Run) -> "tuple[DueSteps, Patch, Sequence[Patch]]":
         communicator=None if config.schedule == "auto" else run.communicator,
         recorder=run.recorder,
     )
-    others = (checkpoint_and_decide_exit, save_checkpoint, scale_gradients, zero_grad_buffer)
-    step = optimizer_step.patch(due, _metrics())
-    return due, step, [other.patch(due) for other in others]
 
 
 def _offload(run: _Run) -> "Part":
