@@ -33,14 +33,14 @@ def patches(due: "DueSteps") -> tuple[Patch, ...]:
         ) -> bool:
             exits = upstream(model, optimizer, opt_param_scheduler, iteration, *others)
             if exits or iteration >= get_args().train_iters:  # all ranks decide alike
-                due.drain()
+                due.take_all()
             return exits
 
         return checkpoint_and_decide_exit
 
     def make_save(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            due.drain()
+            due.take_all()
             return upstream(*args, **kwargs)
 
         return save_checkpoint

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fold3d_patches.registry import Patch
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.ops import GATHER_OPS
-from megatron.fold3d.runtime.trace.recorder import no_end
+from megatron.fold3d.runtime.events import no_end
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.trace.tracer import Tracer

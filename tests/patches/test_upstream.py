@@ -54,9 +54,10 @@ PATCHES = (
     *script_settings.patches(),
     *due_steps.patches(DUE),
     optimizer_step.patch(
-        optimizer_step.due_steps(DUE, NO_METRICS),
-        optimizer_step.replicated(ReplicatedSegments([0])),
-        optimizer_step.noted(AutoSchedule(CONFIG, Plans(CONFIG), measured_search)),
+        DUE,
+        NO_METRICS,
+        ReplicatedSegments([0]),
+        AutoSchedule(CONFIG, Plans(CONFIG), measured_search),
     ),
     *embedding_grads.patches(),
     *gradient_buckets.patches(),

@@ -36,6 +36,7 @@ from megatron.core.optimizer.distrib_optimizer import Range
 from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 
+from megatron.fold3d.runtime.feature import Feature, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
 
 Key = tuple[int, int, int]
@@ -102,7 +103,7 @@ class _Copy:
 _MEGATRONS = "megatron.core.distributed.param_and_grad_buffer"
 
 
-class ReplicatedSegments:
+class ReplicatedSegments(Feature):
     """The segments of one rank that every replica steps in full.
 
     Args:
@@ -121,8 +122,11 @@ class ReplicatedSegments:
         """From the next training iteration on, step these segments in full."""
         self._chosen = frozenset(segments)
 
-    def prepare(self, chunks: Sequence[Any]) -> None:
-        """Begin an iteration: all-reduce these segments' gradients, and gather nothing."""
+    def prepare(self, iteration: Iteration) -> None:
+        """In training, all-reduce these segments' gradients, and gather nothing."""
+        if not iteration.trains:
+            return
+        chunks: Sequence[Any] = iteration.chunks
         self._chunks = chunks
         if self._replicated != self._chosen:
             self._replicated, self._others = self._chosen, None

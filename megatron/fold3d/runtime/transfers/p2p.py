@@ -27,6 +27,9 @@ class P2P:
     neighbours on both sides, so each of the two links has its own groups as well.
 
     All ranks of the job construct a `P2P` together: the groups are made in one global order.
+
+    A received tensor is contiguous, ``[seq, batch, hidden]`` with seq split by context and sequence
+    parallelism, and in the configuration's ``pipeline_dtype``.
     """
 
     def __init__(
@@ -40,8 +43,12 @@ class P2P:
         self._arriving: dict[Action, tuple[torch.Tensor, dist.Work]] = {}
         self._leaving: deque[tuple[torch.Tensor, dist.Work]] = deque()
 
+    def carries(self, action: Action) -> bool:
+        """Return True: every transfer can take these links."""
+        return True
+
     def begin_iteration(self, program: Program, num_bytes: int) -> None:
-        """Do nothing: receives allocate their tensors when they are posted."""
+        """Do nothing: receives allocate their tensors, of ``num_bytes``, when they are posted."""
 
     def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start the receive ``action`` (RECV_F or RECV_B) of one tensor; `take` waits for it."""
@@ -62,7 +69,7 @@ class P2P:
         return tensor
 
     def announce(self, action: Action) -> None:
-        """Do nothing: these transfers do not preempt DP.sync."""
+        """Do nothing when the computation before a send begins: DP.sync is not preempted."""
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send ``tensor``, on the device; the caller may reassign ``tensor.data`` at once.
