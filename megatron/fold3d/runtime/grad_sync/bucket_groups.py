@@ -44,6 +44,15 @@ def is_sharded(bucket_group: Any) -> bool:
     return bool(bucket_group.ddp_config.use_distributed_optimizer)
 
 
+def own_part(bucket_group: Any, bucket: Any, parameter: Any) -> slice:
+    """Return which elements of a parameter are in this replica's shard of its bucket."""
+    group = group_of(bucket_group)
+    size = bucket.grad_data.numel() // group.size()
+    begin, end = bucket.param_to_index[parameter]
+    first = group.rank() * size
+    return slice(max(0, first - begin), max(0, min(end, first + size) - begin))
+
+
 def _group_name(bucket_group: Any) -> str:
     sharded = is_sharded(bucket_group)
     return "intra_distributed_optimizer_instance_group" if sharded else "data_parallel_group"

@@ -131,7 +131,6 @@ class DueSteps(Feature):
         # Of the iteration that runs.
         self._shares: tuple[float, ...] = ()  # by segment, of its sum; empty is all
         self._scaling: dict[Any, Any] = {}  # by chunk that is still being reduced
-        self._noted: set[Any] = set()  # chunks whose norms are bounded
 
         # Of the step that Megatron asked for last.
         self._step: PartialStep | None = None
@@ -162,9 +161,10 @@ class DueSteps(Feature):
             self.take_all()
             return
         self._in_iteration = True
-        self._noted.clear()
         if not self._chunks:
             self._connect(iteration.chunks, iteration.groups)
+        if self._norm_bound is not None:
+            self._norm_bound.clear()
         self.sums.name_after(iteration)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
@@ -220,10 +220,8 @@ class DueSteps(Feature):
     def _complete(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> None:
         """Note which of a chunk's gradients are complete: all but those of ``unfinished``."""
         pieces = self.sums.complete(chunk, unfinished)
-        if self._norm_bound is not None and pieces:
-            more = chunk in self._noted
-            self._norm_bound.add(self._chunks.index(chunk), pieces, more=more)
-            self._noted.add(chunk)
+        if self._norm_bound is not None:
+            self._norm_bound.add(self._chunks.index(chunk), pieces)
 
     def finish_step(self, chunk: Any) -> bool:
         """If a chunk's step is due, wait for its gradients, take the step and zero them.

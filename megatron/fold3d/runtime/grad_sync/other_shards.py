@@ -28,6 +28,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 
 from megatron.fold3d.runtime.feature import Feature, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
+from megatron.fold3d.runtime.grad_sync.partial_step import side_by_side
 
 Key = tuple[int, int, int]
 """Indices of a parameter: the buffer in the optimizer, then bucket and parameter in the buffer."""
@@ -182,7 +184,11 @@ class OtherShards:
             if any(buffer is ours for ours in buffers)
             for number in range(len(buffer.buckets))
         ]
-        self._own = _stepped_by_parameter(part)
+        self._own: dict[Any, torch.Tensor] = {  # by parameter, what the optimizer steps here
+            parameter: made[-1]
+            for of_group in side_by_side(part)
+            for parameter, *made in zip(*of_group, strict=True)
+        }
         shards = [shard for bucket in self._buckets for shard in self._shards(*bucket)]
         facts = self._exchanged(self._facts(shards))
         self._copies = [
@@ -203,7 +209,7 @@ class OtherShards:
     def widened(self) -> Iterator[None]:
         """Let the optimizer step these shards too, inside the block."""
         part, groups = self._part, self._part.optimizer.param_groups
-        lists = [*_lists(part), *(group["params"] for group in groups)]
+        lists = [*chain.from_iterable(side_by_side(part)), *(group["params"] for group in groups)]
         lengths = list(map(len, lists))
         alone = [number for number, group in enumerate(groups) if not group["params"]]
         own_steps = {number: groups[number].get("step") for number in alone}
@@ -343,27 +349,6 @@ class OtherShards:
             whole = gathered(dtypes[name], values.get)
             for copy in copies:
                 copy.state[name] = part_of(whole, copy).clone()
-
-
-def _stepped_by_parameter(part: Any) -> dict[Any, torch.Tensor]:
-    """Return, by parameter, the tensor that the optimizer steps on this rank."""
-    return {
-        parameter: stepped
-        for parameters, shards in (
-            (part.model_fp32_groups, part.shard_fp32_groups),
-            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-        )
-        for of_group, ours in zip(parameters, shards, strict=True)
-        for parameter, stepped in zip(of_group, ours, strict=True)
-    }
-
-
-def _lists(part: Any) -> Iterator[list[Any]]:
-    yield from part.model_fp32_groups
-    yield from part.shard_fp32_groups
-    yield from part.model_float16_groups
-    yield from part.shard_float16_groups
-    yield from part.shard_fp32_from_float16_groups
 
 
 def _is_of_shard(value: Any, stepped: torch.Tensor) -> bool:

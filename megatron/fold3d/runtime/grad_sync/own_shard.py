@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.runtime.grad_sync.bucket_groups import group_of, is_sharded
+from megatron.fold3d.runtime.grad_sync.bucket_groups import is_sharded, own_part
 
 
 def own_shard(chunks: Sequence[Any], weight: Any, stages: dist.ProcessGroup) -> torch.Tensor | None:
@@ -35,10 +35,7 @@ def own_shard(chunks: Sequence[Any], weight: Any, stages: dist.ProcessGroup) -> 
     for chunk in chunks:
         bucket_group = getattr(chunk, "param_to_bucket_group", {}).get(weight)
         if bucket_group is not None and is_sharded(bucket_group) and not chunk.force_all_reduce:
-            bucket, replicas = bucket_group.param_to_bucket[weight], group_of(bucket_group)
-            begin, end = bucket.param_to_index[weight]
-            size = bucket.grad_data.numel() // replicas.size()
-            first = replicas.rank() * size
+            bucket = bucket_group.param_to_bucket[weight]
             data: torch.Tensor = weight.main_grad.view(-1)  # fp32 may have memory of its own
-            return data[max(0, first - begin) : max(0, min(end, first + size) - begin)]
+            return data[own_part(bucket_group, bucket, weight)]
     return None

@@ -44,11 +44,13 @@ class SecondLane(Feature):
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._groups: Mapping[Ranks, dist.ProcessGroup] | None = None
+        self._groups: Mapping[Ranks, dist.ProcessGroup] = {}
+        self._is_connected = False
 
     def prepare(self, iteration: Iteration) -> None:
         """Make the process groups at the start of the first training iteration."""
-        if self._groups is None and iteration.trains:
+        if iteration.trains and not self._is_connected:
+            self._is_connected = True
             odd = map(group_of, bucket_groups(*iteration.chunks[1::2]))
             several = [group for group in odd if group.size() > 1]
             self._groups = connect(several, iteration.device, self._timeout)
@@ -66,17 +68,16 @@ class SecondLane(Feature):
             last[stage] for stage in reduced_apart(iteration.program, iteration.plan.num_ranks)
         }
 
+        def enter(chunk: Any) -> None:
+            for bucket_group in bucket_groups(chunk):
+                megatrons = group_of(bucket_group)
+                if (ours := self._groups.get(ranks_of(megatrons))) is not None:
+                    set_group(bucket_group, ours)
+                    iteration.ends.callback(set_group, bucket_group, megatrons)
+
         def backward(action: Action) -> None:
             if action in switches:
-                self._enter(iteration, iteration.chunks[iteration.segment(action)])
+                enter(iteration.chunks[iteration.segment(action)])
             inner[Op.BACKWARD](action)
 
         return {Op.BACKWARD: backward}
-
-    def _enter(self, iteration: Iteration, chunk: Any) -> None:
-        assert self._groups is not None
-        for bucket_group in bucket_groups(chunk):
-            megatrons = group_of(bucket_group)
-            if (ours := self._groups.get(ranks_of(megatrons))) is not None:
-                set_group(bucket_group, ours)
-                iteration.ends.callback(set_group, bucket_group, megatrons)
