@@ -20,7 +20,7 @@ from megatron.fold3d.plan.ir import WHOLE, Action, Op, carried, hooked
 from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
-from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, first_layer_first
+from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, start_gathers
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.grad_sync.sums import Sums
@@ -109,9 +109,7 @@ class DPSync(Feature):
             # Megatron leaves it unset where parameters are not sharded or hooks gather them.
             if not iteration.trains or iteration.config.param_sync_func is None:
                 return
-            for bucket_group in first_layer_first(self._chunks[iteration.segment(action)]):
-                if not bucket_group.param_gather_dispatched:
-                    bucket_group.start_param_sync()
+            start_gathers(self._chunks[iteration.segment(action)])
 
         def free(action: Action) -> None:
             if action.stage not in late:

@@ -54,10 +54,8 @@ from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     bucket_groups,
     connect,
-    everyones_groups,
     group_of,
     is_sharded,
-    ranks_of,
 )
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
@@ -365,7 +363,6 @@ class DueSteps(Feature):
 
     def _connect(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
         """Make the process groups."""
-        rank_groups = everyones_groups({ranks_of(group_of(b)) for b in bucket_groups(*chunks)})
         self._is_sharded = any(map(is_sharded, bucket_groups(*chunks)))
         self._gathers_later = bool(chunks[0].ddp_config.overlap_param_gather)
         self._reduced_in_iteration = reduced_in_iteration(chunks, groups)
@@ -376,7 +373,7 @@ class DueSteps(Feature):
         kept = self._reduced_in_iteration
         self.sums = Sums(self._recorder, chunks, kept, self._slice_bytes, ours)
         if self._bounded:
-            self._norm_bound = NormBound(rank_groups, chunks, device, self._timeout)
+            self._norm_bound = NormBound(chunks, device, self._timeout)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._chunks = chunks
 

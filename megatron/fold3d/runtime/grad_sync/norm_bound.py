@@ -25,6 +25,7 @@ from megatron.core.utils import get_model_config
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
     bucket_groups,
+    everyones_groups,
     group_of,
     is_sharded,
     own_part,
@@ -76,11 +77,11 @@ class NormBound:
 
     def __init__(
         self,
-        groups: Sequence[Ranks],
         chunks: Sequence[Any],
         device: torch.device,
         timeout: timedelta,
     ) -> None:
+        groups = everyones_groups({ranks_of(group_of(b)) for b in bucket_groups(*chunks)})
         self._reduced_slot = len(chunks)  # follows those of the segments
         num_slots = len(chunks) + 1
         self._first_slot = {ranks: i * num_slots for i, ranks in enumerate(groups)}

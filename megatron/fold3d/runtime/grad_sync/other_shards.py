@@ -190,7 +190,8 @@ class OtherShards:
             for parameter, *made in zip(*of_group, strict=True)
         }
         shards = [shard for bucket in self._buckets for shard in self._shards(*bucket)]
-        facts = self._exchanged(self._facts(shards))
+        facts: list[Any] = [None] * self._size
+        dist.all_gather_object(facts, self._facts(shards), group=self._replicas)
         self._copies = [
             self._copy(shard, facts[shard.rank]) for shard in shards if shard.rank != self._rank
         ]
@@ -289,11 +290,6 @@ class OtherShards:
                     scalars[shard.key][name] = value, on_device
         steps = [group.get("step") for group in self._part.optimizer.param_groups]
         return _Facts(groups, scalars, tensors, steps)
-
-    def _exchanged(self, mine: _Facts) -> list[_Facts]:
-        everyones: list[Any] = [None] * self._size
-        dist.all_gather_object(everyones, mine, group=self._replicas)
-        return everyones
 
     def _copy(self, shard: _Shard, facts: _Facts) -> _Copy:
         parameter, part_of_it = shard.parameter, shard.ranges["param"]

@@ -7,7 +7,7 @@ asked for the step.
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -65,12 +65,7 @@ class PartialStep:
         parameters are valid there. With the distributed optimizer only this rank's shards are
         updated, and nothing is gathered.
         """
-        with (
-            self._narrowed_to(parameters),
-            self._with_its_settings(),
-            self._with_its_scale(),
-            self._without_gathering(),
-        ):
+        with self._narrowed_to(parameters), self._with_its_settings(), self._on_this_rank_only():
             found_inf = self._optimizer.prepare_grads()
             assert not found_inf, "gradients were finite when this step was allowed"
             for square, part in self._squares_of_parts():
@@ -119,28 +114,19 @@ class PartialStep:
                 _set(group, settings)
 
     @contextmanager
-    def _with_its_scale(self) -> Iterator[None]:
-        """Use the iteration's loss scale inside the block; check inf and NaN on this rank only."""
-        now = [(p.grad_scaler, p.get_grad_stats_parallel_group()) for p in self._scaled]
-        try:
+    def _on_this_rank_only(self) -> Iterator[None]:
+        """Check inf and NaN on this rank only, with the iteration's loss scale; gather nothing."""
+        with ExitStack() as undo:
             for part, scaler in zip(self._scaled, self._scalers, strict=True):
+                group = part.get_grad_stats_parallel_group()
+                undo.callback(setattr, part, "grad_stats_parallel_group", group)
+                undo.callback(setattr, part, "grad_scaler", part.grad_scaler)
                 part.grad_scaler, part.grad_stats_parallel_group = scaler, self._alone
+            for part in self._optimizer.chained_optimizers:
+                if hasattr(part, "shard_fp32_groups"):  # a DistributedOptimizer
+                    undo.callback(setattr, part, "_defer_param_sync", False)
+                    part._defer_param_sync = True
             yield
-        finally:
-            for part, (scaler, group) in zip(self._scaled, now, strict=True):
-                part.grad_scaler, part.grad_stats_parallel_group = scaler, group
-
-    @contextmanager
-    def _without_gathering(self) -> Iterator[None]:
-        """Keep a DistributedOptimizer from gathering all parameters, inside the block."""
-        parts = [p for p in self._optimizer.chained_optimizers if hasattr(p, "shard_fp32_groups")]
-        for part in parts:
-            part._defer_param_sync = True
-        try:
-            yield
-        finally:
-            for part in parts:
-                part._defer_param_sync = False
 
     def _squares_of_parts(self) -> Iterator[tuple[torch.Tensor, Any]]:
         return zip(self._squares, self._optimizer.chained_optimizers, strict=True)

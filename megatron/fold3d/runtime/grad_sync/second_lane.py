@@ -18,7 +18,6 @@ forward needs the first of them first.
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -68,16 +67,13 @@ class SecondLane(Feature):
             last[stage] for stage in reduced_apart(iteration.program, iteration.plan.num_ranks)
         }
 
-        def enter(chunk: Any) -> None:
-            for bucket_group in bucket_groups(chunk):
+        def backward(action: Action) -> None:
+            chunks = (iteration.chunks[iteration.segment(action)],) if action in switches else ()
+            for bucket_group in bucket_groups(*chunks):
                 megatrons = group_of(bucket_group)
                 if (ours := self._groups.get(ranks_of(megatrons))) is not None:
                     set_group(bucket_group, ours)
                     iteration.ends.callback(set_group, bucket_group, megatrons)
-
-        def backward(action: Action) -> None:
-            if action in switches:
-                enter(iteration.chunks[iteration.segment(action)])
             inner[Op.BACKWARD](action)
 
         return {Op.BACKWARD: backward}

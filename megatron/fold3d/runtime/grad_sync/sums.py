@@ -10,6 +10,7 @@ order, in process groups that nothing else uses at that time.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +25,10 @@ from megatron.fold3d.runtime.feature import Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
     bucket_groups,
-    first_layer_first,
     group_of,
     ranks_of,
     set_group,
+    start_gathers,
 )
 from megatron.fold3d.runtime.grad_sync.pieces import Piece, Transfer
 from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients, sums_to_shards
@@ -151,14 +152,11 @@ class Sums:
         Buckets whose all-gather has started or ended are skipped. DDP's hooks wait for the others
         in the forward. Without ``--overlap-param-gather`` there are no hooks, so this waits.
         """
-        for bucket_group in first_layer_first(chunk):
-            if not bucket_group.param_gather_dispatched:
-                megatrons = group_of(bucket_group)
+        with ExitStack() as undo:
+            for bucket_group in bucket_groups(chunk):
+                undo.callback(set_group, bucket_group, group_of(bucket_group))
                 set_group(bucket_group, self._group_of(bucket_group))
-                try:
-                    bucket_group.start_param_sync()
-                finally:
-                    set_group(bucket_group, megatrons)
+            start_gathers(chunk)
 
     def _group_of(self, bucket_group: Any) -> dist.ProcessGroup:
         megatrons = group_of(bucket_group)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op, Program
 from megatron.fold3d.plan.ops import BACK, FORTH, PEER, SEND_OPS
+from megatron.fold3d.runtime.grad_sync.bucket_groups import everyones_groups, ranks_of
 from megatron.fold3d.runtime.transfers import nccl
 
 _UNFINISHED_SENDS = 16  # more than a plan ever leaves behind unless the receiver is far behind
@@ -167,11 +168,9 @@ def make_groups(
     Returns:
         This pipeline's pairs; the link from rank r to the next uses pair ``r % len(pairs)``.
     """
-    ranks = dist.get_process_group_ranks(pp_group)
-    pipelines: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(pipelines, ranks)
+    ranks = ranks_of(pp_group)
     ours = []
-    for pipeline in sorted({tuple(pipeline) for pipeline in pipelines}):
+    for pipeline in everyones_groups({ranks}):
         for _ in range(2 if len(pipeline) == 2 else 1):
             forward, backward = (
                 dist.new_group(
@@ -183,6 +182,6 @@ def make_groups(
                 )
                 for _ in range(2)
             )
-            if list(pipeline) == ranks:
+            if pipeline == ranks:
                 ours.append((forward, backward))
     return ours
