@@ -287,7 +287,7 @@ def _dp_sync(run: _Run) -> "Part":
 
     config = run.config
     due = replicated = auto = None
-    features: list[Feature] = [DPSync(run.recorder, side=run.side)]  # the innermost first
+    features: list[Feature] = [DPSync(run.recorder, run.side)]  # the innermost first
     if config.backward_share is not None or config.auto_defers:
         due = _due_steps(run)
         features.append(due)

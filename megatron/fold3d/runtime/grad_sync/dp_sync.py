@@ -41,12 +41,7 @@ class DPSync(Feature):
 
     draining = "the last sums of gradients, behind its program"
 
-    def __init__(
-        self,
-        recorder: Events = UNHEARD,
-        *,
-        side: Callable[[], int] | None = None,
-    ) -> None:
+    def __init__(self, recorder: Events = UNHEARD, side: Callable[[], int] | None = None) -> None:
         self._recorder = recorder
         self._side = side or (lambda: 0)
         self._in_parts: Sums | None = None
@@ -68,8 +63,7 @@ class DPSync(Feature):
 
         `DueSteps` sums, steps and gathers what is carried.
         """
-        program = iteration.program
-        late = carried(program)
+        program, late = iteration.program, carried(iteration.program)
         cut = {a.stage for a in program if a.op in SUM_OPS and a.microbatch is not None}
         in_parts = cut - late.keys() if self._no_sync is not None else set()
         last = {a.stage: a for a in program if a.op is Op.BACKWARD}

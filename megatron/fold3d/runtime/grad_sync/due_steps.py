@@ -187,9 +187,6 @@ class DueSteps(Feature):
             self._complete(chunk(action))
             self.sums.keep(chunk(action))
 
-        def finalize(action: Action) -> None:
-            self.sums.finish_kept(chunk(action))
-
         def step(action: Action) -> None:
             if action.stage in late:
                 stepped.add(action.stage)
@@ -206,7 +203,7 @@ class DueSteps(Feature):
         return {
             **dict.fromkeys(SUM_OPS, reduce),
             Op.REDUCE_KEPT: keep,
-            Op.FINALIZE: finalize,
+            Op.FINALIZE: lambda action: self.sums.finish_kept(chunk(action)),
             Op.STEP: step,
             Op.ALL_GATHER: gather,
         }

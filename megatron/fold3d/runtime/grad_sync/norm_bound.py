@@ -107,7 +107,8 @@ class NormBound:
             norm = _norm(data) * rounding
             self._norms[slot] = torch.hypot(self._norms[slot], norm)
             if self._in_fp16:
-                peak = (_peak(data) * rounding).double()
+                peaks = [torch.linalg.vector_norm(part, torch.inf) for part in data]
+                peak = (torch.stack(peaks).max() * rounding).double()
                 self._peaks[slot] = torch.maximum(self._peaks[slot], peak)
 
     @torch.no_grad()
@@ -165,10 +166,6 @@ def _norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the norm of all parts, 0-d in fp64; each part's own norm is computed in fp32."""
     norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
     return torch.stack(norms).double().square().sum().sqrt()
-
-
-def _peak(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([torch.linalg.vector_norm(part, torch.inf) for part in parts]).max()
 
 
 def _counted_on_this_rank(bucket_group: Any, bucket: Any, parameter: Any) -> Iterator[torch.Tensor]:

@@ -200,9 +200,7 @@ class OtherShards:
             max((s for s in steps if s is not None), default=None)
             for steps in zip(*(each.steps for each in facts), strict=True)
         ]
-        dtypes: dict[str, torch.dtype] = {}
-        for each in facts:
-            dtypes |= each.tensors
+        dtypes = {name: dtype for each in facts for name, dtype in each.tensors.items()}
         for bucket in self._buckets:
             self._fill(bucket, shards, dtypes)
 
@@ -275,9 +273,7 @@ class OtherShards:
         groups: dict[Key, int] = {}
         scalars: dict[Key, dict[str, tuple[Any, bool]]] = {}
         tensors: dict[str, torch.dtype] = {}
-        for shard in shards:
-            if shard.rank != self._rank:
-                continue
+        for shard in (shard for shard in shards if shard.rank == self._rank):
             stepped = self._own[shard.parameter]
             groups[shard.key] = self._part.model_param_group_index_map[shard.parameter][0]
             scalars[shard.key] = {}
@@ -306,10 +302,7 @@ class OtherShards:
             stepped=stepped,
         )
         for name, (value, on_device) in facts.scalars[shard.key].items():
-            is_tensor = isinstance(value, torch.Tensor)
-            copy.state[name] = (
-                value.to(stepped.device if on_device else "cpu") if is_tensor else value
-            )
+            copy.state[name] = value.to(stepped.device) if on_device else value
         return copy
 
     def _fill(
