@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -13,15 +12,15 @@ from fold3d_patches.registry import Patch, PatchError, apply
 if TYPE_CHECKING:
     from megatron.fold3d.config.fold3d_config import Fold3DConfig
     from megatron.fold3d.plan.ir import Plan
+    from megatron.fold3d.runtime.events import Events
     from megatron.fold3d.runtime.feature import Feature
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
     from megatron.fold3d.runtime.plans import Plans
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
     from megatron.fold3d.runtime.tensor_parallel.baton import Baton
     from megatron.fold3d.runtime.trace.metrics import Metrics
-    from megatron.fold3d.runtime.trace.recorder import Recorder
     from megatron.fold3d.runtime.trace.tracer import Tracer
-    from megatron.fold3d.runtime.transfers.carrier import Transfers
+    from megatron.fold3d.runtime.transfers.pipeline_transfers import Connect
 
     Part = tuple[Sequence[Feature], Sequence[Patch]]  # what one capability adds to a run
 
@@ -95,19 +94,7 @@ def install_schedule(
         from megatron.fold3d.runtime.offload import host_memory
 
         host_memory.check_node(plans.latest, config.saved_bytes, ranks_here)
-    tracer = None
-    if config.trace is not None:
-        from megatron.fold3d.runtime.trace.tracer import Tracer
-
-        tracer = Tracer(config, plans, _metrics())
-    run = _Run(
-        config=config,
-        plans=plans,
-        communicator=_communicator(config),
-        baton=_baton(config),
-        tracer=tracer,
-        num_local=max(1, len(ranks_here)),
-    )
+    run = _Run(config, plans, num_local=max(1, len(ranks_here)))
     patches, executor = [*_trace_patches(run), *_marks(config)], None
     if config.choice.order != "stock":
         from fold3d_patches.schedule import get_forward_backward_func, script_settings
@@ -118,8 +105,8 @@ def install_schedule(
         patches += [get_forward_backward_func.patch(executor), *script_settings.patches()]
         patches += [patch for _, its_patches in parts for patch in its_patches]
     with apply(patches) as stack:
-        if tracer is not None:
-            stack.enter_context(tracer)
+        if run.tracer is not None:
+            stack.enter_context(run.tracer)
         if executor is not None:
             stack.push(executor)
         return stack.pop_all()
@@ -153,26 +140,49 @@ def _check_order(config: "Fold3DConfig", plan: "Plan") -> None:
         check_recompute_order(plan)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What a run's features are made of."""
+    """What a run's features are made of, each when it is asked for first."""
 
-    config: "Fold3DConfig"
-    plans: "Plans"
-    communicator: "PreemptiveCommunicator | None"
-    baton: "Baton | None"
-    tracer: "Tracer | None"
-    num_local: int
+    def __init__(self, config: "Fold3DConfig", plans: "Plans", num_local: int) -> None:
+        self.config, self.plans, self.num_local = config, plans, num_local
+        self.timeout = timedelta(minutes=config.distributed_timeout_minutes)
+
+    @cached_property
+    def communicator(self) -> "PreemptiveCommunicator | None":
+        """The scheduler of ``--preemptive-comm``."""
+        if not self.config.preemptive_comm:
+            return None
+
+        from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
+
+        return PreemptiveCommunicator.of(self.config)
+
+    @cached_property
+    def baton(self) -> "Baton | None":
+        """What the two micro-batches of a pair hand over."""
+        if not self.config.choice.pairs:
+            return None
+
+        from megatron.fold3d.runtime.tensor_parallel.baton import Baton
+
+        return Baton()
+
+    @cached_property
+    def tracer(self) -> "Tracer | None":
+        """What writes the trace."""
+        if self.config.trace is None:
+            return None
+
+        from megatron.fold3d.runtime.trace.tracer import Tracer
+
+        return Tracer(self.config, self.plans, _metrics())
 
     @property
-    def recorder(self) -> "Recorder | None":
-        """The recorder of the trace, if there is one."""
-        return None if self.tracer is None else self.tracer.recorder
+    def recorder(self) -> "Events":
+        """The recorder of the trace, or what drops the events of a run without one."""
+        from megatron.fold3d.runtime.events import UNHEARD
 
-    @property
-    def timeout(self) -> timedelta:
-        """The timeout of a transfer or a reduction."""
-        return timedelta(minutes=self.config.distributed_timeout_minutes)
+        return UNHEARD if self.tracer is None else self.tracer.recorder
 
     @property
     def side(self) -> "Callable[[], int] | None":
@@ -182,78 +192,66 @@ class _Run:
 
 def _parts(run: _Run) -> "Iterator[Part]":
     """Yield what a run adds to the executor; what is off is not made, and not imported."""
-    c = run.config
-    splits, measures = bool(c.apart or "wgrad" in c.auto), c.auto_recompute_layers
-    counts = c.recompute_layers is not None and not measures
-    table: tuple[tuple[object, Callable[[_Run], Part]], ...] = (  # the outermost feature first
-        (
-            c.preemptive_comm,
-            _made("preemption.preemption:Preemption", run.communicator, run.timeout),
-        ),
-        (c.choice.pairs, _pairs),
-        (c.num_ranks > 1, _transfers),
-        (run.recorder is not None, _made("trace.recorded_actions:RecordedActions", run.recorder)),
-        (c.features.shards_params, _made("shard_buffers:ShardBuffers", "param_data")),
-        (True, _dp_sync),
-        (c.features.shards_grads, _made("shard_buffers:ShardBuffers", "grad_data")),
-        (
-            splits and c.has_engine_modules,
-            _made("weight_grads.engine_modules:EngineWeightGrads", patch="backward_post_hook"),
-        ),
-        (
-            splits and not c.has_engine_modules,
-            _made("weight_grads.delayed_linear:DelayedWeightGrads", run.side, patch="linear"),
-        ),
-        (measures, _made("measured_counts:MeasuredCounts", c.activation_memory_bytes)),
-        (counts, _made("recompute_counts:RecomputeCounts", c.recompute_layers)),
-        (c.early_stages, _made("early_recompute:EarlyRecompute", patch="checkpoint")),
-        (c.offload_activations != "off", _offload),
-        (c.cuts_every_segment, _only("gradient_buckets")),
-        (c.features.steps_shards, _only("embedding_grads")),
-    )
-    return (make(run) for is_on, make in table if is_on)
+    c = run.config  # the outermost feature comes first
+    if c.preemptive_comm:
+        yield _made("preemption.preemption:Preemption", run.communicator, run.timeout)
+    if c.choice.pairs:
+        yield _pairs(run)
+    if c.num_ranks > 1:
+        yield _transfers(run)
+    if run.tracer is not None:
+        yield _made("trace.recorded_actions:RecordedActions", run.recorder)
+    if c.features.shards_params:
+        yield _made("shard_buffers:ShardBuffers", "param_data")
+    yield _dp_sync(run)
+    if c.features.shards_grads:
+        yield _made("shard_buffers:ShardBuffers", "grad_data")
+    if c.apart or "wgrad" in c.auto:
+        if c.has_engine_modules:
+            yield _made("weight_grads.engine_modules:EngineWeightGrads", patch="backward_post_hook")
+        else:
+            yield _made("weight_grads.delayed_linear:DelayedWeightGrads", run.side, patch="linear")
+    if c.auto_recompute_layers:
+        yield _made("measured_counts:MeasuredCounts", c.activation_memory_bytes)
+    elif c.recompute_layers is not None:
+        yield _made("recompute_counts:RecomputeCounts", c.recompute_layers)
+    if c.early_stages:
+        yield _made("early_recompute:EarlyRecompute", patch="checkpoint")
+    if c.offload_activations != "off":
+        yield _offload(run)
+    if c.cuts_every_segment:
+        from fold3d_patches.schedule import gradient_buckets
+
+        yield (), gradient_buckets.patches()
+    if c.features.steps_shards:
+        from fold3d_patches.schedule import embedding_grads
+
+        yield (), embedding_grads.patches()
 
 
-def _only(module: str) -> "Callable[[_Run], Part]":
-    """Return what makes the patches of a module of `fold3d_patches.schedule`, without a feature."""
-    return lambda _: ((), import_module(f"fold3d_patches.schedule.{module}").patches())
-
-
-def _made(feature: str, *args: object, patch: str = "") -> "Callable[[_Run], Part]":
-    """Return what makes a feature, ``module:Class`` of `megatron.fold3d.runtime`, when called.
+def _made(feature: str, *args: object, patch: str = "") -> "Part":
+    """Make a feature.
 
     Args:
-        feature: its module and its class.
+        feature: ``module:Class`` of `megatron.fold3d.runtime`.
         args: what the class takes.
         patch: a module of `fold3d_patches.schedule` whose patch takes the feature, if any.
     """
-
-    def make(_: _Run) -> "Part":
-        module, name = feature.split(":")
-        made = getattr(import_module(f"megatron.fold3d.runtime.{module}"), name)(*args)
-        if not patch:
-            return (made,), ()
-        return (made,), (import_module(f"fold3d_patches.schedule.{patch}").patch(made),)
-
-    return make
+    module, name = feature.split(":")
+    made = getattr(import_module(f"megatron.fold3d.runtime.{module}"), name)(*args)
+    if not patch:
+        return (made,), ()
+    return (made,), (import_module(f"fold3d_patches.schedule.{patch}").patch(made),)
 
 
-def _communicator(config: "Fold3DConfig") -> "PreemptiveCommunicator | None":
-    if not config.preemptive_comm:
-        return None
+def _pairs(run: _Run) -> "Part":
+    from fold3d_patches.schedule import tensor_parallel_group, token_dispatcher
+    from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
 
-    from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
-
-    return PreemptiveCommunicator.of(config)
-
-
-def _baton(config: "Fold3DConfig") -> "Baton | None":
-    if not config.choice.pairs:
-        return None
-
-    from megatron.fold3d.runtime.tensor_parallel.baton import Baton
-
-    return Baton()
+    assert run.baton is not None
+    feature = PairedMicrobatches(run.baton)
+    group = tensor_parallel_group.patch(run.baton, run.recorder)
+    return (feature,), (group, token_dispatcher.patch(run.baton))
 
 
 def _transfers(run: _Run) -> "Part":
@@ -261,7 +259,7 @@ def _transfers(run: _Run) -> "Part":
     from megatron.fold3d.runtime.transfers.pipeline_transfers import PipelineTransfers
 
     config = run.config
-    connect: Callable[..., Transfers] = partial(P2P, timeout=run.timeout)
+    connect: Connect = partial(P2P, timeout=run.timeout)
     if config.features.receives_late:
         from megatron.fold3d.runtime.transfers.alternating_p2p import AlternatingP2P
 
@@ -275,78 +273,56 @@ def _transfers(run: _Run) -> "Part":
         behind = runs_behind(torch.device(config.device))
         preemptive = PreemptiveP2P if behind else AnnouncedP2P
         connect = partial(preemptive, run.communicator, timeout=run.timeout)
+    connects = [connect]
     if config.lazy_inter_segment:
-        from megatron.fold3d.runtime.transfers.lazy_p2p import LazyP2P
+        from megatron.fold3d.runtime.transfers.host_link import HostLink
 
-        connect = partial(LazyP2P, connect, run.timeout)
-    if run.recorder is not None:
-        from megatron.fold3d.runtime.trace.recorded_actions import RecordedP2P
-
-        connect = partial(RecordedP2P, run.recorder, connect)
-    return (PipelineTransfers(connect),), ()
-
-
-def _pairs(run: _Run) -> "Part":
-    from fold3d_patches.schedule import tensor_parallel_group, token_dispatcher
-    from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
-
-    assert run.baton is not None
-    feature = PairedMicrobatches(run.baton)
-    group = tensor_parallel_group.patch(run.baton, run.recorder)
-    return (feature,), (group, token_dispatcher.patch(run.baton))
+        connects.append(partial(HostLink.connect, run.timeout))
+    return (PipelineTransfers(connects, run.recorder),), ()
 
 
 def _dp_sync(run: _Run) -> "Part":
-    """Return DP.sync with what it needs, and around it the feature that chooses, if any does."""
+    """Return DP.sync, and around it what owns steps and groups, and what chooses, if any does."""
     from megatron.fold3d.runtime.grad_sync.dp_sync import DPSync
 
     config = run.config
-    due = replicated = second_lane = step = None
-    others: Sequence[Patch] = ()
-    whole = config.choice.where(optimizer="replicated")
+    due = replicated = auto = None
+    features: list[Feature] = [DPSync(run.recorder, run.side)]  # the innermost first
     if config.choice.carries or "step" in config.auto:
-        due, step, others = _due_steps(run)
-    elif whole or "optimizer" in config.auto:
-        from fold3d_patches.schedule import replicated_step
+        due = _due_steps(run)
+        features.append(due)
+    elif (whole := config.choice.where(optimizer="replicated")) or "optimizer" in config.auto:
         from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
 
         replicated = ReplicatedSegments(whole)
-        step = replicated_step.patch(replicated)
-    has_one_queue = config.features.receives_late and config.features.grad_sync == "overlap"
+        features.append(replicated)
+    planned = config.features
+    has_one_queue = planned.receives_late and planned.grad_sync == "overlap"
     if due is None and has_one_queue and config.num_segments > 1:
         from megatron.fold3d.runtime.grad_sync.second_lane import SecondLane
 
-        second_lane = SecondLane(run.timeout)
-    features = [
-        DPSync(run.recorder, side=run.side, due=due, replicated=replicated, second_lane=second_lane)
-    ]
+        features.append(SecondLane(run.timeout))
     if config.measures_times:
-        from fold3d_patches.schedule import noted_step
         from megatron.fold3d.predict.search.measured_search import measured_search
         from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 
         auto = AutoSchedule(config, run.plans, measured_search, due=due, replicated=replicated)
-        return (auto, *features), (noted_step.patch(auto, step), *others)
-    return features, (*([] if step is None else [step]), *others)
+        features.append(auto)
+    patches: list[Patch] = []
+    if due or replicated or auto:
+        from fold3d_patches.schedule import due_steps, optimizer_step
+
+        patches.append(optimizer_step.patch(due, _metrics(), replicated, auto))
+        patches += due_steps.patches(due) if due else ()
+    return features[::-1], patches
 
 
-def _due_steps(run: _Run) -> "tuple[DueSteps, Patch, Sequence[Patch]]":
-    """Return what owns steps that reach into the next iteration, and its patches.
-
-    The patch of the optimizer's step comes first.
-    """
-    from fold3d_patches.schedule import (
-        checkpoint_and_decide_exit,
-        optimizer_step,
-        save_checkpoint,
-        scale_gradients,
-        zero_grad_buffer,
-    )
+def _due_steps(run: _Run) -> "DueSteps":
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
     from megatron.fold3d.runtime.grad_sync.sums import UNCUT
 
     config = run.config
-    due = DueSteps(
+    return DueSteps(
         run.plans,
         slice_bytes=UNCUT if config.choice.slices else config.slice_bytes,
         bounded=config.clips_or_scales,
@@ -354,9 +330,6 @@ def _due_steps(run: _Run) -> "tuple[DueSteps, Patch, Sequence[Patch]]":
         communicator=None if config.choice.order == "auto" else run.communicator,
         recorder=run.recorder,
     )
-    others = (checkpoint_and_decide_exit, save_checkpoint, scale_gradients, zero_grad_buffer)
-    step = optimizer_step.patch(due, _metrics())
-    return due, step, [other.patch(due) for other in others]
 
 
 def _offload(run: _Run) -> "Part":

@@ -7,24 +7,18 @@ Change: to Megatron, which asks only while it validates flags, the GPUs are Blac
 Remove when: Megatron warns about more than one queue.
 """
 
-from collections.abc import Callable
-
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, replace
 from megatron.fold3d.config.gpu_settings import BLACKWELL
-
-
-def _blackwell(_upstream: Callable[[], int]) -> Callable[[], int]:
-    return lambda: BLACKWELL
 
 
 def patch() -> Patch:
     """The generation of the GPU, as Megatron's validation asks for it."""
-    return Patch(
-        target="megatron.training.utils.common_utils:get_device_arch_version",
+    return replace(
+        "megatron.training.utils.common_utils:get_device_arch_version",
+        lambda: BLACKWELL,
         rebinds=(
             "megatron.training.utils:get_device_arch_version",
             "megatron.training.arguments:get_device_arch_version",
         ),
         parameters=(),
-        make=_blackwell,
     )

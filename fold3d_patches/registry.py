@@ -49,6 +49,16 @@ class Patch:
     parameters: tuple[str, ...] | None = None
 
 
+def replace(
+    target: str,
+    ours: Any,
+    rebinds: tuple[str, ...] = (),
+    parameters: tuple[str, ...] | None = None,
+) -> Patch:
+    """Return the patch that puts ``ours`` in the place of a symbol, and never calls upstream's."""
+    return Patch(target=target, make=lambda _: ours, rebinds=rebinds, parameters=parameters)
+
+
 def apply(patches: Sequence[Patch]) -> ExitStack:
     """Install every patch, or none of them; closing the stack restores upstream.
 

@@ -226,7 +226,6 @@ OFF = tuple(
         "runtime.tensor_parallel",
         *("runtime.grad_sync.second_lane", "runtime.grad_sync.due_steps"),
         "runtime.transfers.host_link",
-        "runtime.transfers.lazy_p2p",
         *("observe", "predict", "commands"),
     )
 )

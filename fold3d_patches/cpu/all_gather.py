@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, replace
 from megatron.fold3d.runtime.torch_names import known_name, method_of
 
 
@@ -35,21 +35,18 @@ class Works:
         return all(work.is_completed() for work in self._works)
 
 
-def _one_by_one(_upstream: Any) -> Any:
-    def all_gather_single_coalesced(
-        self: dist.ProcessGroup,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        *options: Any,
-    ) -> Works:
-        pairs = zip(outputs, inputs, strict=True)
-        gather = method_of(self, "all_gather_single")
-        return Works([gather(whole, part, *options) for whole, part in pairs])
-
-    return all_gather_single_coalesced
+def _one_by_one(
+    self: dist.ProcessGroup,
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *options: Any,
+) -> Works:
+    pairs = zip(outputs, inputs, strict=True)
+    gather = method_of(self, "all_gather_single")
+    return Works([gather(whole, part, *options) for whole, part in pairs])
 
 
 def patch() -> Patch:
     """Gathers of several tensors at once."""
     name = known_name(dist.ProcessGroup, "all_gather_single_coalesced")
-    return Patch(target=f"torch.distributed:ProcessGroup.{name}", make=_one_by_one)
+    return replace(f"torch.distributed:ProcessGroup.{name}", _one_by_one)

@@ -10,13 +10,13 @@ Remove when: Megatron decides about ``jit_fuser`` per run and not at import.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, replace
 
 
 @contextmanager
@@ -41,20 +41,17 @@ def _force_eager(upstream: Any) -> Any:
     return dataclasses.replace(upstream, stance="force_eager")
 
 
-def _no_warmup(_upstream: Any) -> Callable[..., None]:
-    def _warmup_jit_function(tp_size: int | None = None) -> None:
-        pass
-
-    return _warmup_jit_function
+def _no_warmup(tp_size: int | None = None) -> None:
+    pass
 
 
 def patches() -> tuple[Patch, ...]:
     """The stance, which torch reads at each call of what is compiled, and the warm-up."""
     return (
         Patch(target="torch._dynamo.eval_frame:_stance", make=_force_eager),
-        Patch(
-            target="megatron.training.initialize:_warmup_jit_function",
+        replace(
+            "megatron.training.initialize:_warmup_jit_function",
+            _no_warmup,
             parameters=("tp_size",),
-            make=_no_warmup,
         ),
     )

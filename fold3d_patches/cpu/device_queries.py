@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, replace
 
 CPU = torch.device("cpu")
 CAPABILITY = (10, 0)
@@ -24,13 +24,10 @@ CAPABILITY = (10, 0)
 def _answer(name: str, value: Callable[[], Any], module: str = "torch.cuda") -> Patch:
     """Make the function ``name`` answer ``value()`` whatever it is asked."""
 
-    def make(_upstream: Any) -> Callable[..., Any]:
-        def query(*_args: Any, **_kwargs: Any) -> Any:
-            return value()
+    def query(*_args: Any, **_kwargs: Any) -> Any:
+        return value()
 
-        return query
-
-    return Patch(target=f"{module}:{name}", make=make)
+    return replace(f"{module}:{name}", query)
 
 
 def _nothing() -> None:

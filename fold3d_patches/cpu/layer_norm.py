@@ -34,13 +34,8 @@ def patch() -> Patch:
     return Patch(
         target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         parameters=(
-            "cls",
-            "config",
-            "hidden_size",
-            "eps",
-            "persist_layer_norm",
-            "zero_centered_gamma",
-            "normalization",
+            *("cls", "config", "hidden_size", "eps"),
+            *("persist_layer_norm", "zero_centered_gamma", "normalization"),
         ),
         make=_allow_sequence_parallel,
     )

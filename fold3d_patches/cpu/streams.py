@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.cpu
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, replace
 
 
 class HostEvent(torch.cpu.Event):
@@ -70,22 +70,15 @@ def _not_capturing() -> bool:
     return False
 
 
-def _replace(name: str, ours: Any) -> Patch:
-    def make(_upstream: Any) -> Any:
-        return ours
-
-    return Patch(target=f"torch.cuda:{name}", make=make)
-
-
 def patches() -> tuple[Patch, ...]:
     """Streams, events, and the waits for them."""
     return (
-        _replace("Stream", HostStream),
-        _replace("Event", HostEvent),
-        _replace("stream", _stream),
-        _replace("set_stream", _no_wait),
-        _replace("current_stream", _current_stream),
-        _replace("default_stream", _current_stream),
-        _replace("synchronize", _no_wait),
-        _replace("is_current_stream_capturing", _not_capturing),
+        replace("torch.cuda:Stream", HostStream),
+        replace("torch.cuda:Event", HostEvent),
+        replace("torch.cuda:stream", _stream),
+        replace("torch.cuda:set_stream", _no_wait),
+        replace("torch.cuda:current_stream", _current_stream),
+        replace("torch.cuda:default_stream", _current_stream),
+        replace("torch.cuda:synchronize", _no_wait),
+        replace("torch.cuda:is_current_stream_capturing", _not_capturing),
     )

@@ -16,7 +16,7 @@ import torch
 from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.utils._device import _device_constructors
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, replace
 
 FACTORIES = ("empty", "empty_like", "ones", "rand", "tensor", "zeros")
 
@@ -43,11 +43,8 @@ def _on_cpu(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return factory
 
 
-def _stay(_upstream: Any) -> Callable[..., Any]:
-    def cuda(self: Any, *_args: Any, **_kwargs: Any) -> Any:
-        return self
-
-    return cuda
+def _stay(self: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return self
 
 
 def _type_as_on_gpu(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,8 +69,8 @@ def patches() -> tuple[Patch, ...]:
     """Factories, ``.cuda()``, ``Tensor.type()`` and the checkpoint's own allocator."""
     return (
         *(Patch(target=f"torch:{name}", make=_on_cpu) for name in FACTORIES),
-        Patch(target="torch:Tensor.cuda", make=_stay),
-        Patch(target="torch.nn:Module.cuda", make=_stay),
+        replace("torch:Tensor.cuda", _stay),
+        replace("torch.nn:Module.cuda", _stay),
         Patch(target="torch:Tensor.type", make=_type_as_on_gpu),
         Patch(
             target="megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",

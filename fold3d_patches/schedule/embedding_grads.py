@@ -18,7 +18,7 @@ def patches() -> tuple[Patch, ...]:
     """Return the patch of the sum of one embedding's gradients."""
 
     def make(upstream: Callable[..., None]) -> Callable[..., None]:
-        from megatron.fold3d.runtime.grad_sync.own_shard import own_shard
+        from megatron.fold3d.runtime.grad_sync.bucket_groups import own_shard
 
         def _allreduce_embedding_grad(
             model: Any,

@@ -1,12 +1,18 @@
 """Patch ``megatron.core.optimizer.optimizer.ChainedOptimizer.step``.
 
-Why: ``train_step`` steps all parameters at the end of an iteration; a model chunk whose gradients
-    are still being reduced can only be stepped later.
-Change: chunks whose DP.sync reaches into the next iteration are stepped before their next forward,
-    with the learning rate and weight decay of this one (paper Algorithm 2). The norm of the
-    gradients is not known yet. Once known, it is logged and written to TensorBoard and W&B with its
-    iteration, as in Megatron. A step that may have to be clipped or skipped stays Megatron's own.
-Remove when: Megatron's optimizer steps model chunks one by one.
+Why: ``train_step`` steps all parameters at the end of an iteration, with the distributed optimizer
+    each replica its own shards, and calls no hook behind it.
+Change: with ``step=next``, a model chunk whose DP.sync reaches into the next iteration is stepped
+    before its next forward, with the learning rate and weight decay of this one (paper Algorithm
+    2). The norm of the gradients is not known yet. Once known, it is logged and written to
+    TensorBoard and W&B with its iteration, as in Megatron. A step that may have to be clipped or
+    skipped stays Megatron's own.
+    With ``optimizer=replicated``, each replica steps all shards of some segments, so that they need
+    no all-gather.
+    With ``--schedule auto``, which compares the times of iterations that end with a step, the end
+    of each is noted, and whether it was taken: Megatron may skip it, or run an iteration again.
+Remove when: Megatron's optimizer steps model chunks one by one, lets each chunk choose whether its
+    optimizer is sharded, and calls a hook behind a step.
 """
 
 from collections.abc import Callable
@@ -16,34 +22,37 @@ from typing import TYPE_CHECKING, Any
 from fold3d_patches.registry import Patch
 
 if TYPE_CHECKING:
+    from megatron.fold3d.runtime.auto_schedule import AutoSchedule
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
+    from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
     from megatron.fold3d.runtime.trace.metrics import Metrics
 
+Step = Callable[[Any], Any]
 
-def patch(due: "DueSteps", metrics: "Metrics") -> Patch:
-    """Return the patch of the optimizer step at the end of an iteration."""
 
-    def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
-        from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
-        from megatron.training import get_args
+def patch(
+    due: "DueSteps | None",
+    metrics: "Metrics",
+    replicated: "ReplicatedSegments | None",
+    auto: "AutoSchedule | None",
+) -> Patch:
+    """Return the patch of the optimizer step at the end of an iteration.
 
-        def step(self: Any) -> Any:
-            args = get_args()
-            iteration = args.curr_iteration + 1
-            num_samples = args.consumed_train_samples + get_current_running_global_batch_size()
-            writes = iteration % args.tensorboard_log_interval == 0
-            return due.step(
-                self,
-                iteration,
-                whole_step=lambda: upstream(self),
-                report=partial(
-                    metrics.write_grad_norm, iteration=iteration, num_samples=num_samples
-                )
-                if writes
-                else None,
-                logs=iteration % args.log_interval == 0,
-            )
+    Args:
+        due: steps model chunks in two iterations, if the run has any.
+        metrics: gets the gradient norms of these steps.
+        replicated: the segments that every replica steps in full, if the run has any.
+        auto: learns of each step, if the run measures.
+    """
 
+    def make(upstream: Step) -> Step:
+        step = upstream
+        if due is not None:
+            step = _in_two_iterations(step, due, metrics)
+        if replicated is not None:
+            step = _widened(step, replicated)
+        if auto is not None:
+            step = _noted(step, auto)
         return step
 
     return Patch(
@@ -51,3 +60,40 @@ def patch(due: "DueSteps", metrics: "Metrics") -> Patch:
         parameters=("self",),
         make=make,
     )
+
+
+def _in_two_iterations(upstream: Step, due: "DueSteps", metrics: "Metrics") -> Step:
+    from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
+    from megatron.training import get_args
+
+    def step(self: Any) -> Any:
+        args = get_args()
+        iteration = args.curr_iteration + 1
+        num_samples = args.consumed_train_samples + get_current_running_global_batch_size()
+        report = partial(metrics.write_grad_norm, iteration=iteration, num_samples=num_samples)
+        return due.step(
+            self,
+            iteration,
+            whole_step=lambda: upstream(self),
+            report=report if iteration % args.tensorboard_log_interval == 0 else None,
+            logs=iteration % args.log_interval == 0,
+        )
+
+    return step
+
+
+def _widened(upstream: Step, replicated: "ReplicatedSegments") -> Step:
+    def step(self: Any) -> Any:
+        with replicated.widened(self):
+            return upstream(self)
+
+    return step
+
+
+def _noted(upstream: Step, auto: "AutoSchedule") -> Step:
+    def step(self: Any) -> Any:
+        outcome = upstream(self)
+        auto.note_step(taken=bool(outcome[0]))
+        return outcome
+
+    return step

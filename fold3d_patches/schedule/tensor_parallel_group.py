@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fold3d_patches.registry import Patch
+from megatron.fold3d.runtime.events import UNHEARD, Events
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.tensor_parallel.baton import Baton
-    from megatron.fold3d.runtime.trace.recorder import Recorder
 
 
-def patch(baton: "Baton | None" = None, recorder: "Recorder | None" = None) -> Patch:
+def patch(baton: "Baton | None" = None, recorder: Events = UNHEARD) -> Patch:
     """Return the patch that lets the tensor-parallel group hand ``baton`` over."""
     hand_over = _keep if baton is None else baton.hand_over
 

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 def patches(tracer: "Tracer", schedule: str) -> tuple[Patch, ...]:
     """Return the patches for a schedule; our executor itself records what it computes."""
-    from fold3d_patches.trace import collectives, compute, iteration, optimizer
+    from fold3d_patches.trace import collectives, spans
 
     return (
-        iteration.patch(tracer),
+        spans.iteration(tracer),
         *collectives.patches(tracer),
-        *optimizer.patches(tracer),
-        *(compute.patches(tracer) if schedule == "stock" else ()),
+        *spans.updates(tracer),
+        *(spans.computations(tracer) if schedule == "stock" else ()),
     )

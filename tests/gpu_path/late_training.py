@@ -19,7 +19,7 @@ from megatron.fold3d.runtime.executor import Executor
 from megatron.fold3d.runtime.offload import copies, host_memory, host_slots
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot
 from megatron.fold3d.runtime.tensor_parallel.baton import Baton
-from megatron.fold3d.runtime.transfers import host_link, lazy_p2p
+from megatron.fold3d.runtime.transfers import host_link
 from tests.end_to_end.training import Record, train
 from tests.gpu_path.happens_before import caller
 from tests.gpu_path.late_device import LAUNCHES, Delays, Future, LateDevice
@@ -82,7 +82,7 @@ def lateness(late: Late) -> Iterator[LateDevice]:
 
 
 def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice, late: Late) -> None:
-    make, host_link = c10d._new_process_group_helper, lazy_p2p._host_link
+    make, connect = c10d._new_process_group_helper, host_link.HostLink.connect
     for_host = []
 
     def make_late(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice, late: Late)
     def host_link_late(*args: Any) -> Any:
         for_host.append(True)
         try:
-            return host_link(*args)
+            return connect(*args)
         finally:
             for_host.pop()
 
@@ -107,7 +107,7 @@ def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice, late: Late)
 
     patch.setattr(dist, "batch_isend_irecv", at_once)
     patch.setattr(c10d, "_new_process_group_helper", make_late)
-    patch.setattr(lazy_p2p, "_host_link", host_link_late)
+    patch.setattr(host_link.HostLink, "connect", host_link_late)
 
 
 def _collect_futures(patch: pytest.MonkeyPatch) -> None:

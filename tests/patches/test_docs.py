@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.fold3d.runtime.torch_names import known_name
-from tests.patches.test_upstream import NEVER_BESIDE_THESE, PATCHES
+from tests.patches.test_upstream import PATCHES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -18,7 +18,7 @@ def test_the_page_names_each_patch_and_no_other() -> None:
     renamed = "all_gather_single_coalesced"  # in torch 2.13
     section = section.replace(renamed, known_name(dist.ProcessGroup, renamed))
     symbols = re.findall(r"`([\w.]+:[\w.]+)`", section)
-    assert sorted(symbols) == sorted(patch.target for patch in (*PATCHES, *NEVER_BESIDE_THESE))
+    assert sorted(symbols) == sorted(patch.target for patch in PATCHES)
 
 
 def test_each_patch_says_why_what_changes_and_when_it_can_go() -> None:

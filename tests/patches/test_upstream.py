@@ -19,21 +19,16 @@ from fold3d_patches.registry import Patch, apply
 from fold3d_patches.schedule import (
     backward_post_hook,
     checkpoint,
-    checkpoint_and_decide_exit,
+    due_steps,
     embedding_grads,
     get_forward_backward_func,
     gradient_buckets,
     linear,
     nccl_options,
-    noted_step,
     optimizer_step,
-    replicated_step,
-    save_checkpoint,
-    scale_gradients,
     script_settings,
     tensor_parallel_group,
     token_dispatcher,
-    zero_grad_buffer,
 )
 from megatron.fold3d.predict.search.measured_search import measured_search
 from megatron.fold3d.runtime.auto_schedule import AutoSchedule
@@ -57,11 +52,13 @@ PATCHES = (
     checkpoint.patch(Offloader(torch.device("cpu"), everything=False)),
     get_forward_backward_func.patch(lambda **_: []),
     *script_settings.patches(),
-    checkpoint_and_decide_exit.patch(DUE),
-    optimizer_step.patch(DUE, NO_METRICS),
-    save_checkpoint.patch(DUE),
-    scale_gradients.patch(DUE),
-    zero_grad_buffer.patch(DUE),
+    *due_steps.patches(DUE),
+    optimizer_step.patch(
+        DUE,
+        NO_METRICS,
+        ReplicatedSegments([0]),
+        AutoSchedule(CONFIG, Plans(CONFIG), measured_search),
+    ),
     *embedding_grads.patches(),
     *gradient_buckets.patches(),
     linear.patch(DelayedWeightGrads()),
@@ -72,11 +69,6 @@ PATCHES = (
     *unfused_layers.patches(),
     *cpu.patches(),
     *trace.patches(Tracer(TRACED, Plans(TRACED), NO_METRICS), "stock"),
-)
-AUTO = AutoSchedule(CONFIG, Plans(CONFIG), measured_search)
-NEVER_BESIDE_THESE = (  # their flags exclude these
-    replicated_step.patch(ReplicatedSegments([0])),
-    noted_step.patch(AUTO),
 )
 ROOT = Path(__file__).parents[2]
 
@@ -92,7 +84,7 @@ def symbol(target: str) -> Any:
     return inspect.getattr_static(owner, path.rpartition(".")[2])
 
 
-@pytest.mark.parametrize("patch", [*PATCHES, *NEVER_BESIDE_THESE], ids=lambda patch: patch.target)
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)
 def test_the_patch_fits_the_installed_upstream(patch: Patch) -> None:
     sites = (patch.target, *patch.rebinds)
     before = [symbol(site) for site in sites]

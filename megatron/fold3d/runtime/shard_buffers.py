@@ -118,7 +118,9 @@ class ShardBuffers(Feature):
                     bucket_group.param_gather_dispatched = False
                 inner[Op.ALL_GATHER](action)
                 return
-            self._gather(segment)
+            self._restore(segment)
+            for bucket_group in first_layer_first(self._chunks[segment]):
+                bucket_group.start_param_sync()
             if again or not hooks_wait:
                 self._awaited.add(segment)
 
@@ -166,12 +168,6 @@ class ShardBuffers(Feature):
         self._allocate(segment)
         for own, shard in zip(self._own_shards(segment), kept, strict=True):
             own.copy_(shard)
-
-    def _gather(self, segment: int) -> None:
-        """Start the all-gather of a segment's parameters, those of its first layers first."""
-        self._restore(segment)
-        for bucket_group in first_layer_first(self._chunks[segment]):
-            bucket_group.start_param_sync()
 
     def _wait(self, segment: int) -> None:
         if segment not in self._awaited:

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.runtime.events import UNHEARD
 from megatron.fold3d.runtime.grad_sync.pieces import Piece, split_after
 from megatron.fold3d.runtime.grad_sync.stage_gradients import (
     StageGradients,
@@ -168,10 +170,13 @@ def _start_in_parts() -> list[int]:
     """Return the bytes that each of some steps starts to reduce."""
     started: list[int] = []
 
-    def observe(_: Any, __: int, num_bytes: int) -> list[Any]:
-        started[-1] += num_bytes
-        return []
+    reduce = Piece.reduce
 
+    def counted(piece: Piece) -> Any:
+        started[-1] += piece.num_bytes
+        return reduce(piece)
+
+    Piece.reduce = counted  # type: ignore[method-assign]
     dist.init_process_group("gloo")
     ranges = {A: (0, 2), B: (2, 5), C: (5, 10)}
     whole = Bucket(
@@ -191,7 +196,8 @@ def _start_in_parts() -> list[int]:
     )
     chunk = Chunk(1, 1)
     chunk.bucket_groups, chunk.expert_parallel_bucket_groups = [group], []
-    sums = Sums(observe, [chunk])
+    sums = Sums(UNHEARD, [chunk])
+    sums._names = {chunk: Action(0, Op.ALL_REDUCE)}
     for end, unfinished in ((200, {A, B}), (200, {A, B}), (750, {A, B}), (700, ()), (1000, ())):
         started.append(0)
         sums.complete(chunk, unfinished)

@@ -1,12 +1,15 @@
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import chain
+from types import SimpleNamespace
+from typing import Any
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.plan.ir import WHOLE, Action
-from megatron.fold3d.runtime.weight_grads.by_parameter import Turns, by_parameter
+from megatron.fold3d.runtime.weight_grads.by_parameter import SplitBackwards, by_parameter
 
 LAYER = {"fc2": 4, "fc1": 4, "qkv": 3, "proj": 1}
 Item = tuple[str, int]
@@ -39,22 +42,55 @@ def test_modules_are_the_same_object_in_each_micro_batch():
     assert [is_last for part in parts for _, is_last in part] == [False, False, True]
 
 
-def test_a_part_is_free_once_it_is_handed_over():
-    class Operand:
+class Operand:
+    """The work on one weight in one micro-batch."""
+
+
+class OneWeight(SplitBackwards[Operand]):
+    """Two micro-batches of a model chunk with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.kept = [Operand(), Operand()]
+
+    def choose(self, chunks: Any) -> None:
         pass
 
-    words = ["0B0", "0B1", "0W:500", "0ALL_REDUCE:500", "0W:1000", "0ALL_REDUCE"]
-    turns = Turns(tuple(map(Action.from_str, words)))
+    def keeping(self, backward: Action) -> Any:
+        raise NotImplementedError
 
-    def make(ends: Sequence[int]) -> list[list[Operand]]:
-        assert ends == [500, 1000]
-        return [[Operand()] for _ in ends]
+    def _take(self, action: Action) -> Any:
+        raise NotImplementedError
 
-    first = weakref.ref(turns.next(0, make)[0])
+    def _take_all(self, stage: int) -> list[Operand]:
+        items, self.kept = self.kept, []
+        return items
+
+    def _parameters(self, item: Operand) -> list[torch.Tensor]:
+        return [self.weight]
+
+    def _add(self, items: Iterable[Operand]) -> None:
+        assert len([*items]) == 1
+
+
+def test_what_a_part_needs_is_free_once_it_is_computed():
+    chunk: Any = SimpleNamespace(bucket_groups=(), expert_parallel_bucket_groups=())
+    program = tuple(map(Action.from_str, ("0B0", "0B1", "0W:500", "0W:1000")))
+    plan, unfinished = SimpleNamespace(num_ranks=1), dict[int, set[torch.Tensor]]()
+    split = OneWeight()
+    iteration: Any = SimpleNamespace(
+        program=program, plan=plan, chunks=[chunk], unfinished=unfinished
+    )
+    split.prepare(iteration)
+    first, second = map(weakref.ref, split.kept)
+    split.compute_part(program[2])
     assert first() is None
-    second = turns.next(0, make)
-    assert len(second) == 1
-    assert not turns._parts[0]
+    assert second() is not None
+    assert unfinished == {0: {split.weight}}
+    split.compute_part(program[3])
+    assert second() is None
+    assert unfinished == {0: set()}
 
 
 @given(

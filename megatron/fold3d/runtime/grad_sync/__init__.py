@@ -1,12 +1,14 @@
 """DP.sync: gradient reductions and parameter all-gathers, within an iteration and across two.
 
-`dp_sync.DPSync` is the feature. Who owns a gradient whose sum the plan cuts or carries, from its
-backward to its step:
+`dp_sync.DPSync` is the feature of each run. Around it, `DueSteps` takes what is carried into the
+next iteration, `ReplicatedSegments` has segments whose optimizer is not sharded, and `SecondLane`
+has process groups for GPUs with one hardware queue. Who owns a gradient whose sum the plan cuts or
+carries, from its backward to its step:
 
     DDP ──────────> StageGradients ─────────> Sums ──────────────> PartialStep ──> DDP
         complete:                  take(end):      wait: summed                zero
         checked, scaled            in pieces
 
-`DueSteps` asks for that step, in the next iteration, if the sum is carried. If it is not, Megatron
+If the sum is carried, `DueSteps` asks for that step in the next iteration. If it is not, Megatron
 steps it. Whole sums of an iteration are DDP's from first to last.
 """

@@ -16,17 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, carried, hooked
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, carried, hooked
 from megatron.fold3d.plan.ops import SUM_OPS
-from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
-from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, first_layer_first
+from megatron.fold3d.runtime.events import UNHEARD, Events
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
+from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, start_gathers
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
-    from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
-    from megatron.fold3d.runtime.grad_sync.second_lane import SecondLane
     from megatron.fold3d.runtime.grad_sync.sums import Sums
-    from megatron.fold3d.runtime.trace.recorder import Recorder
 
 
 class DPSync(Feature):
@@ -38,89 +35,46 @@ class DPSync(Feature):
     all others. `start_reduction` then starts the reductions that the hooks did not start.
 
     Args:
-        recorder: the recorder of the trace, if there is one.
+        recorder: hears when a part of a sum begins and ends.
         side: tells which of the two sides of a pair is running: `Baton.side`.
-        due: owns the sums and steps of carried segments, if the run may have any.
-        replicated: owns the segments that every replica steps in full, if the run may have any.
-        second_lane: has process groups for odd segments, if the streams of a GPU share one queue.
     """
 
     draining = "the last sums of gradients, behind its program"
 
-    def __init__(
-        self,
-        recorder: "Recorder | None" = None,
-        *,
-        side: Callable[[], int] | None = None,
-        due: "DueSteps | None" = None,
-        replicated: "ReplicatedSegments | None" = None,
-        second_lane: "SecondLane | None" = None,
-    ) -> None:
+    def __init__(self, recorder: Events = UNHEARD, side: Callable[[], int] | None = None) -> None:
         self._recorder = recorder
         self._side = side or (lambda: 0)
-        self._due, self._replicated, self._second_lane = due, replicated, second_lane
         self._in_parts: Sums | None = None
-        self._sums: dict[Any, Action] = {}  # by chunk, the sum of all of its gradients
         self._chunks: Sequence[Any] = ()
         self._quiet: Sequence[ExitStack] = ()
         self._no_sync: Sequence[Callable[..., Any]] | None = None
-        self._gathers = False
-        if due is not None:
-            self.preparing = "STEP before evaluation"
-
-    def choose_plan(self, plan: Plan, rank: int) -> Plan:
-        """Return the plan of a free iteration, or that of one that may be clipped."""
-        return plan if self._due is None else self._due.choose_plan(plan, rank)
 
     def prepare(self, iteration: Iteration) -> None:
-        """Disable DDP's hooks until a segment's sum, or until the iteration ends.
-
-        If it is an evaluation or carries nothing, first take all due steps.
-        """
-        carries = iteration.trains and bool(carried(iteration.program))
-        if self._due is not None and not carries:
-            self._due.drain()
+        """Disable DDP's hooks until a segment's sum, or until the iteration ends."""
         config, self._chunks = iteration.config, iteration.chunks
         self._quiet = [iteration.ends.enter_context(ExitStack()) for _ in self._chunks]
         # Megatron sets no_sync_func with --overlap-grad-reduce; without it nothing can start early.
-        # It leaves param_sync_func unset where parameters are not sharded or hooks gather them.
         self._no_sync = _per_chunk(config.no_sync_func, self._chunks)
-        self._gathers = iteration.trains and config.param_sync_func is not None
-        self._sums = {
-            self._chunks[iteration.segment(action)]: action.until(WHOLE)
-            for action in iteration.program
-            if action.op in SUM_OPS
-        }
         for segment in range(len(self._chunks)):
             self._hush(segment)
-        if self._due is not None and carries:
-            self._due.prepare(self._chunks, iteration.groups, self._sums)
-        if self._replicated is not None and iteration.trains:
-            self._replicated.prepare(self._chunks)
-        if self._second_lane is not None and iteration.trains:
-            self._second_lane.prepare(iteration)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return the handlers of DP.sync; `BACKWARD` enables hooks that may start a sum."""
-        program, due = iteration.program, self._due
-        late = carried(program)
+        """Return the handlers of DP.sync; `BACKWARD` enables hooks that may start a sum.
+
+        `DueSteps` sums, steps and gathers what is carried.
+        """
+        program, late = iteration.program, carried(iteration.program)
         cut = {a.stage for a in program if a.op in SUM_OPS and a.microbatch is not None}
-        in_parts = cut if self._no_sync is not None else set()
+        in_parts = cut - late.keys() if self._no_sync is not None else set()
         last = {a.stage: a for a in program if a.op is Op.BACKWARD}
         by_hooks = hooked(program)
-        switched = self._second_lane.stages(iteration) if self._second_lane is not None else ()
-        plan_gathers = any(action.op is Op.ALL_GATHER for action in program)
-        stepped: set[int] = set()  # carried stages; what follows is of this iteration
 
         def backward(action: Action) -> None:
             groups: Sequence[Any] = ()
-            if action == last[action.stage]:
+            if action == last[action.stage] and action.stage in by_hooks:
                 segment = iteration.segment(action)
-                if self._second_lane is not None and action.stage in switched:
-                    self._second_lane.enter(iteration, self._chunks[segment])
-                if action.stage in by_hooks:
-                    self._quiet[segment].close()
-                    groups = [*bucket_groups(self._chunks[segment])]
+                self._quiet[segment].close()
+                groups = [*bucket_groups(self._chunks[segment])]
             for bucket_group in groups:
                 bucket_group.is_last_microbatch = _IsOn(self._side)
             inner[Op.BACKWARD](action)
@@ -129,75 +83,46 @@ class DPSync(Feature):
 
         def reduce(action: Action) -> None:
             segment = iteration.segment(action)
-            chunk, unfinished = self._chunks[segment], iteration.unfinished.get(action.stage, ())
-            if due is not None and action.stage in late:
-                if action.stage in stepped:
-                    due.complete(chunk, unfinished)
-                due.sums.start_until(chunk, action.end)
-                return
             if action.stage in in_parts:
-                self._sums_in_parts().complete(chunk, unfinished)
-                self._sums_in_parts().start_until(chunk, action.end)
+                sums, chunk = self._sums_in_parts(iteration), self._chunks[segment]
+                sums.complete(chunk, iteration.unfinished.get(action.stage, ()))
+                sums.start_until(chunk, action.end)
             if action.end == WHOLE:
                 self.complete(segment)
                 self.start_reduction(segment)
 
         def step(action: Action) -> None:
             segment = iteration.segment(action)
-            if due is None or action.stage not in late:
+            if action.stage not in late:
                 self.wait(segment)
                 return
-            stepped.add(action.stage)
-            chunk = self._chunks[segment]
-            if due.finish_step(chunk) and not plan_gathers:
-                due.gather(chunk)
             self._quiet[segment].close()
             self._hush(segment)  # zeroing the gradients resets DDP's state and re-enables its hooks
 
         def gather(action: Action) -> None:
-            chunk = self._chunks[iteration.segment(action)]
-            if not self._gathers:
+            # Megatron leaves it unset where parameters are not sharded or hooks gather them.
+            if not iteration.trains or iteration.config.param_sync_func is None:
                 return
-            if due is not None and action.stage in late:
-                due.gather(chunk)
-                return
-            for bucket_group in first_layer_first(chunk):
-                if not bucket_group.param_gather_dispatched:
-                    bucket_group.start_param_sync()
+            start_gathers(self._chunks[iteration.segment(action)])
 
         def free(action: Action) -> None:
             if action.stage not in late:
                 self.wait(iteration.segment(action))
             inner[Op.FREE_GRAD](action)
 
-        handlers: dict[Op, Handler] = {
+        return {
             Op.BACKWARD: backward,
-            Op.ALL_REDUCE: reduce,
-            Op.REDUCE_SCATTER: reduce,
+            **dict.fromkeys(SUM_OPS, reduce),
+            Op.REDUCE_KEPT: lambda action: self.complete(iteration.segment(action)),
             Op.STEP: step,
             Op.FREE_GRAD: free,
             # In the forward, DDP's hook of each layer waits for the layer's own buckets, and
             # starts their all-gather if that has not been started.
             Op.ALL_GATHER: gather,
         }
-        if due is not None:
-
-            def keep(action: Action) -> None:
-                segment = iteration.segment(action)
-                self.complete(segment)
-                due.complete(self._chunks[segment])
-                due.sums.keep(self._chunks[segment])
-
-            def finalize(action: Action) -> None:
-                due.sums.finish_kept(self._chunks[iteration.segment(action)])
-
-            handlers |= {Op.REDUCE_KEPT: keep, Op.FINALIZE: finalize}
-        return handlers
 
     def drain(self, iteration: Iteration) -> None:
         """Call Megatron's ``finalize_model_grads`` at the end of a training iteration."""
-        if self._due is not None and iteration.trains:
-            self._due.finish_backward()
         config = iteration.config
         if config.finalize_model_grads_func is not None and iteration.trains:
             config.finalize_model_grads_func(
@@ -206,11 +131,6 @@ class DPSync(Feature):
                 pg_collection=iteration.groups,
                 force_all_reduce=iteration.force_all_reduce,
             )
-
-    def close(self, error: BaseException | None) -> None:
-        """Take the steps that are due."""
-        if self._due is not None:
-            self._due.close(error)
 
     def complete(self, segment: int) -> None:
         """Note that a segment's gradients are complete; DDP's hooks may run again."""
@@ -239,17 +159,13 @@ class DPSync(Feature):
         if self._no_sync is not None:
             chunk.finish_grad_sync(force_all_reduce=chunk.force_all_reduce)
 
-    def _sums_in_parts(self) -> "Sums":
+    def _sums_in_parts(self, iteration: Iteration) -> "Sums":
         if self._in_parts is None:
             from megatron.fold3d.runtime.grad_sync.sums import Sums
 
-            self._in_parts = Sums(self._observe, self._chunks)
+            self._in_parts = Sums(self._recorder, self._chunks)
+        self._in_parts.name_after(iteration)
         return self._in_parts
-
-    def _observe(self, chunk: Any, until: int, _: int) -> list[Callable[[], None]]:
-        if self._recorder is None or not self._recorder.is_on:
-            return []
-        return [self._recorder.open_span(self._sums[chunk].until(until), "grad_sync")]
 
     def _hush(self, segment: int) -> None:
         if self._no_sync is not None:

@@ -37,7 +37,7 @@ or all gradients if the step depends on their values.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -47,21 +47,21 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
-from megatron.fold3d.plan.ir import Action, Plan
+from megatron.fold3d.plan.ir import Action, Op, Plan, carried
+from megatron.fold3d.plan.ops import SUM_OPS
+from megatron.fold3d.runtime.events import UNHEARD, Events
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     bucket_groups,
     connect,
-    everyones_groups,
     group_of,
     is_sharded,
-    ranks_of,
 )
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
 from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import reduced_in_iteration
 from megatron.fold3d.runtime.grad_sync.sums import Sums
 from megatron.fold3d.runtime.plans import Plans
-from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
@@ -77,7 +77,7 @@ Report = Callable[[float], None]
 """Called on all ranks with the norm of an iteration's gradients, once all of them are reduced."""
 
 
-class DueSteps:
+class DueSteps(Feature):
     """What one rank's model chunks reduce, and when they are stepped, over all iterations.
 
     A chunk's step becomes *due* when Megatron asks for the optimizer step. Megatron may run an
@@ -91,12 +91,14 @@ class DueSteps:
             on the gradient norm rules both out.
         timeout: the timeout of a reduction.
         communicator: starts the slices; without one they start at once.
-        recorder: the recorder of the trace, if there is one.
+        recorder: hears when a part of a sum begins and ends.
 
     Attributes:
         sums: the reductions in flight.
         is_free: whether the next iteration may leave steps due; the same on all ranks.
     """
+
+    preparing = "STEP before evaluation"
 
     def __init__(
         self,
@@ -106,9 +108,9 @@ class DueSteps:
         bounded: bool,
         timeout: timedelta,
         communicator: "PreemptiveCommunicator | None" = None,
-        recorder: Recorder | None = None,
+        recorder: Events = UNHEARD,
     ) -> None:
-        self.sums = Sums(self._observe)  # of no chunk yet
+        self.sums = Sums(recorder)  # of no chunk yet
         self.is_free = not bounded  # a young model's gradients are large: expect to wait
         self._plans, self._bounded = plans, bounded
         self._slice_bytes = slice_bytes
@@ -125,10 +127,8 @@ class DueSteps:
         self._gathers_later = False  # parameters: not within the optimizer's step
 
         # Of the iteration that runs.
-        self._names: Mapping[Any, Action] = {}  # of each chunk's sum, for traces
         self._shares: tuple[float, ...] = ()  # by segment, of its sum; empty is all
         self._scaling: dict[Any, Any] = {}  # by chunk that is still being reduced
-        self._noted: set[Any] = set()  # chunks whose norms are bounded
 
         # Of the step that Megatron asked for last.
         self._step: PartialStep | None = None
@@ -148,46 +148,75 @@ class DueSteps:
         self._shares = self._plans.shares(plan)[rank :: plan.num_ranks]
         return plan
 
-    def prepare(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        groups: ProcessGroupCollection,
-        names: Mapping[Any, Action],
-    ) -> None:
-        """Begin an iteration; all ranks of the job call this together.
-
-        Args:
-            chunks: the model chunks of this rank.
-            groups: Megatron's process groups.
-            names: by chunk, the plan's action that sums all of its gradients.
-        """
-        self._names = names
-        self._in_iteration = True
-        self._noted.clear()
-        if not self._chunks:
-            self._connect(chunks, groups)
-
     @property
     def has_due(self) -> bool:
         """Whether steps of the last iteration are still to be taken."""
         return bool(self._due)
 
-    def complete(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> None:
-        """Note which of a chunk's gradients are complete, to be started later.
+    def prepare(self, iteration: Iteration) -> None:
+        """Connect in the first iteration; in one that carries nothing, take all due steps."""
+        if not (iteration.trains and carried(iteration.program)):
+            self.take_all()
+            return
+        self._in_iteration = True
+        if not self._chunks:
+            self._connect(iteration.chunks, iteration.groups)
+        if self._norm_bound is not None:
+            self._norm_bound.clear()
+        self.sums.name_after(iteration)
 
-        Args:
-            chunk: the model chunk.
-            unfinished: the parameters, of any shape, whose gradients are not complete.
-        """
-        pieces = self.sums.complete(chunk, unfinished)
-        if self._norm_bound is not None and pieces:
-            more = chunk in self._noted
-            self._norm_bound.add(self._chunks.index(chunk), pieces, more=more)
-            self._noted.add(chunk)
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return handlers that sum, step and gather what is carried; all else is DDP's."""
+        late = carried(iteration.program)
+        plan_gathers = any(action.op is Op.ALL_GATHER for action in iteration.program)
+        stepped: set[int] = set()  # stages; what follows is of this iteration
 
-    def finish_backward(self) -> None:
-        """Note that all backwards are done."""
+        def chunk(action: Action) -> Any:
+            return iteration.chunks[iteration.segment(action)]
+
+        def reduce(action: Action) -> None:
+            if action.stage not in late:
+                inner[action.op](action)
+                return
+            if action.stage in stepped:
+                self._complete(chunk(action), iteration.unfinished.get(action.stage, ()))
+            self.sums.start_until(chunk(action), action.end)
+
+        def keep(action: Action) -> None:
+            inner[Op.REDUCE_KEPT](action)
+            self._complete(chunk(action))
+            self.sums.keep(chunk(action))
+
+        def step(action: Action) -> None:
+            if action.stage in late:
+                stepped.add(action.stage)
+                if self.finish_step(chunk(action)) and not plan_gathers:
+                    self._gather(chunk(action))
+            inner[Op.STEP](action)
+
+        def gather(action: Action) -> None:
+            if action.stage in late and iteration.config.param_sync_func is not None:
+                self._gather(chunk(action))
+            else:
+                inner[Op.ALL_GATHER](action)
+
+        return {
+            **dict.fromkeys(SUM_OPS, reduce),
+            Op.REDUCE_KEPT: keep,
+            Op.FINALIZE: lambda action: self.sums.finish_kept(chunk(action)),
+            Op.STEP: step,
+            Op.ALL_GATHER: gather,
+        }
+
+    def drain(self, iteration: Iteration) -> None:
+        """Note that an iteration's gradients are Megatron's."""
         self._in_iteration = False
+
+    def _complete(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> None:
+        """Note which of a chunk's gradients are complete: all but those of ``unfinished``."""
+        pieces = self.sums.complete(chunk, unfinished)
+        if self._norm_bound is not None:
+            self._norm_bound.add(self._chunks.index(chunk), pieces)
 
     def finish_step(self, chunk: Any) -> bool:
         """If a chunk's step is due, wait for its gradients, take the step and zero them.
@@ -204,14 +233,6 @@ class DueSteps:
         self._due.remove(chunk)
         chunk.zero_grad_buffer()
         return True
-
-    def gather(self, chunk: Any) -> None:
-        """Start to gather a stepped chunk's parameters.
-
-        Without the distributed optimizer there is nothing to gather.
-        """
-        if self._is_sharded:
-            self.sums.gather(chunk)
 
     def step(
         self,
@@ -258,9 +279,9 @@ class DueSteps:
         self._step = PartialStep(optimizer, iteration, self._alone)
         if parameters := [p for chunk in reduced for p in chunk.parameters()]:
             self._step.take(parameters)
-        if self._is_sharded and not self._gathers_later:
+        if not self._gathers_later:
             for chunk in reduced:
-                self.sums.gather(chunk)
+                self._gather(chunk)
         self._due = set(late)
         return True, None, None
 
@@ -281,7 +302,7 @@ class DueSteps:
         self._wait_for(chunk)  # the iteration is given up or run again
         return False
 
-    def drain(self) -> None:
+    def take_all(self) -> None:
         """Finish all reductions and due steps; the parameters are then up to date."""
         self.sums.start_left()
         for chunk in [chunk for chunk in self._chunks if chunk in self._due]:
@@ -298,7 +319,7 @@ class DueSteps:
         """
         if self._in_iteration or error is not None:
             return
-        self.drain()
+        self.take_all()
         for chunk in self._chunks:
             self._wait_for(chunk)
         if self._num_late or self._num_whole:
@@ -309,6 +330,11 @@ class DueSteps:
                 self._num_late,
                 self._num_whole,
             )
+
+    def _gather(self, chunk: Any) -> None:
+        """Start to gather a stepped chunk's parameters, if they are sharded."""
+        if self._is_sharded:
+            self.sums.gather(chunk)
 
     def _may_be_late(self, optimizer: Any, reduced: Sequence[Any], late: Sequence[Any]) -> bool:
         """True if the step is certain to be neither clipped nor skipped."""
@@ -334,7 +360,6 @@ class DueSteps:
 
     def _connect(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
         """Make the process groups."""
-        rank_groups = everyones_groups({ranks_of(group_of(b)) for b in bucket_groups(*chunks)})
         self._is_sharded = any(map(is_sharded, bucket_groups(*chunks)))
         self._gathers_later = bool(chunks[0].ddp_config.overlap_param_gather)
         self._reduced_in_iteration = reduced_in_iteration(chunks, groups)
@@ -342,9 +367,10 @@ class DueSteps:
         ours = connect(map(group_of, bucket_groups(*chunks)), device, self._timeout)
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
-        self.sums = Sums(self._observe, chunks, self._reduced_in_iteration, self._slice_bytes, ours)
+        kept = self._reduced_in_iteration
+        self.sums = Sums(self._recorder, chunks, kept, self._slice_bytes, ours)
         if self._bounded:
-            self._norm_bound = NormBound(rank_groups, chunks, device, self._timeout)
+            self._norm_bound = NormBound(chunks, device, self._timeout)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._chunks = chunks
 
@@ -356,18 +382,9 @@ class DueSteps:
 
     def _count_rest(self, num_bytes: float) -> None:
         """Record in the trace which share of the gradients is reduced in the next iteration."""
-        if self._recorder is None:
-            return
         buckets = (b for group in bucket_groups(*self._chunks) for b in group.buckets)
         if all_bytes := sum(bucket.grad_data.nbytes for bucket in buckets):
             self._recorder.count("deferred_grad_sync_share", num_bytes / all_bytes)
-
-    def _observe(self, chunk: Any, end: int, _: int) -> list[Callable[[], None]]:
-        """Note that a chunk starts to reduce a part; return callbacks for its end."""
-        if self._recorder is None:
-            return []
-        ends = [self._recorder.open_span(self._names[chunk].until(end), "grad_sync")]
-        return [end for end in ends if end is not no_end]
 
     def _report_norm(self) -> None:
         """Log and report the gradient norm of the last deferred step, now that it is complete."""

@@ -25,8 +25,10 @@ from megatron.core.utils import get_model_config
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
     bucket_groups,
+    everyones_groups,
     group_of,
     is_sharded,
+    own_part,
     ranks_of,
 )
 from megatron.fold3d.runtime.grad_sync.pieces import Piece
@@ -75,11 +77,11 @@ class NormBound:
 
     def __init__(
         self,
-        groups: Sequence[Ranks],
         chunks: Sequence[Any],
         device: torch.device,
         timeout: timedelta,
     ) -> None:
+        groups = everyones_groups({ranks_of(group_of(b)) for b in bucket_groups(*chunks)})
         self._reduced_slot = len(chunks)  # follows those of the segments
         num_slots = len(chunks) + 1
         self._first_slot = {ranks: i * num_slots for i, ranks in enumerate(groups)}
@@ -89,15 +91,13 @@ class NormBound:
         self._in_fp16 = get_model_config(chunks[0]).fp16 and not in_fp32
         self._world = dist.new_group(timeout=timeout)  # its own, so that it stands in no queue
 
-    @torch.no_grad()
-    def add(self, segment: int, parts: Iterable[Piece], *, more: bool = False) -> None:
-        """Record the norms of a segment's slices, which are about to be reduced.
+    def clear(self) -> None:
+        """Begin an iteration: no norm is known. The one before may have ended without a step."""
+        self._slots.zero_()
 
-        Args:
-            segment: the segment.
-            parts: its slices.
-            more: whether they come on top of slices that were recorded before.
-        """
+    @torch.no_grad()
+    def add(self, segment: int, parts: Iterable[Piece]) -> None:
+        """Record the norms of some of a segment's slices, which are about to be reduced."""
         by_ranks: dict[Ranks, list[torch.Tensor]] = defaultdict(list)
         for part in parts:
             by_ranks[ranks_of(part.group)].extend(part.views)
@@ -105,10 +105,11 @@ class NormBound:
             slot = self._first_slot[ranks] + segment
             rounding = (1 + torch.finfo(data[0].dtype).eps) ** len(ranks)  # the rounding of the sum
             norm = _norm(data) * rounding
-            self._norms[slot] = torch.hypot(self._norms[slot], norm) if more else norm
+            self._norms[slot] = torch.hypot(self._norms[slot], norm)
             if self._in_fp16:
-                peak = (_peak(data) * rounding).double()
-                self._peaks[slot] = torch.maximum(self._peaks[slot], peak) if more else peak
+                peaks = [torch.linalg.vector_norm(part, torch.inf) for part in data]
+                peak = (torch.stack(peaks).max() * rounding).double()
+                self._peaks[slot] = torch.maximum(self._peaks[slot], peak)
 
     @torch.no_grad()
     def add_reduced(
@@ -147,7 +148,7 @@ class NormBound:
                     square += (_norm(gradients) * factor) ** 2
 
     def total(self, loss_scale: float, scaling: torch.Tensor | float = 1.0) -> Bound:
-        """Return the bound over all ranks, and clear the slots.
+        """Return the bound over all ranks.
 
         All ranks of the job call this together. Unreduced gradients are still to be multiplied by
         ``scaling``, as in `add_reduced`, so this multiplies their norms by it. The host blocks
@@ -158,7 +159,6 @@ class NormBound:
         norms[:, : self._reduced_slot] *= scaling
         norms[:, self._reduced_slot].sqrt_()
         norm, peak = torch.stack([norms.norm(), self._peaks.max()]).tolist()
-        self._slots.zero_()
         return Bound(norm / loss_scale * _SAFETY, peak)
 
 
@@ -168,10 +168,6 @@ def _norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(norms).double().square().sum().sqrt()
 
 
-def _peak(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([torch.linalg.vector_norm(part, torch.inf) for part in parts]).max()
-
-
 def _counted_on_this_rank(bucket_group: Any, bucket: Any, parameter: Any) -> Iterator[torch.Tensor]:
     """Yield the part of a parameter's reduced gradient that this replica counts, and no other."""
     group = group_of(bucket_group)
@@ -179,12 +175,9 @@ def _counted_on_this_rank(bucket_group: Any, bucket: Any, parameter: Any) -> Ite
         if group.rank() == 0:
             yield parameter.main_grad
         return
-    size = bucket.grad_data.numel() // group.size()
-    begin, end = bucket.param_to_index[parameter]
-    ours = group.rank() * size
-    if max(begin, ours) < min(end, ours + size):
-        own = slice(max(begin, ours) - begin, min(end, ours + size) - begin)
-        yield parameter.main_grad.view(-1)[own]
+    own = parameter.main_grad.view(-1)[own_part(bucket_group, bucket, parameter)]
+    if own.numel():
+        yield own
 
 
 def _is_counted_here(parameter: torch.nn.Parameter) -> bool:

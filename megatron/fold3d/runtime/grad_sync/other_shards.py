@@ -28,6 +28,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ from megatron.core.optimizer.distrib_optimizer import Range
 from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 
+from megatron.fold3d.runtime.feature import Feature, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
+from megatron.fold3d.runtime.grad_sync.partial_step import side_by_side
 
 Key = tuple[int, int, int]
 """Indices of a parameter: the buffer in the optimizer, then bucket and parameter in the buffer."""
@@ -102,7 +105,7 @@ class _Copy:
 _MEGATRONS = "megatron.core.distributed.param_and_grad_buffer"
 
 
-class ReplicatedSegments:
+class ReplicatedSegments(Feature):
     """The segments of one rank that every replica steps in full.
 
     Args:
@@ -121,8 +124,11 @@ class ReplicatedSegments:
         """From the next training iteration on, step these segments in full."""
         self._chosen = frozenset(segments)
 
-    def prepare(self, chunks: Sequence[Any]) -> None:
-        """Begin an iteration: all-reduce these segments' gradients, and gather nothing."""
+    def prepare(self, iteration: Iteration) -> None:
+        """In training, all-reduce these segments' gradients, and gather nothing."""
+        if not iteration.trains:
+            return
+        chunks: Sequence[Any] = iteration.chunks
         self._chunks = chunks
         if self._replicated != self._chosen:
             self._replicated, self._others = self._chosen, None
@@ -178,9 +184,14 @@ class OtherShards:
             if any(buffer is ours for ours in buffers)
             for number in range(len(buffer.buckets))
         ]
-        self._own = _stepped_by_parameter(part)
+        self._own: dict[Any, torch.Tensor] = {  # by parameter, what the optimizer steps here
+            parameter: made[-1]
+            for of_group in side_by_side(part)
+            for parameter, *made in zip(*of_group, strict=True)
+        }
         shards = [shard for bucket in self._buckets for shard in self._shards(*bucket)]
-        facts = self._exchanged(self._facts(shards))
+        facts: list[Any] = [None] * self._size
+        dist.all_gather_object(facts, self._facts(shards), group=self._replicas)
         self._copies = [
             self._copy(shard, facts[shard.rank]) for shard in shards if shard.rank != self._rank
         ]
@@ -189,9 +200,7 @@ class OtherShards:
             max((s for s in steps if s is not None), default=None)
             for steps in zip(*(each.steps for each in facts), strict=True)
         ]
-        dtypes: dict[str, torch.dtype] = {}
-        for each in facts:
-            dtypes |= each.tensors
+        dtypes = {name: dtype for each in facts for name, dtype in each.tensors.items()}
         for bucket in self._buckets:
             self._fill(bucket, shards, dtypes)
 
@@ -199,7 +208,7 @@ class OtherShards:
     def widened(self) -> Iterator[None]:
         """Let the optimizer step these shards too, inside the block."""
         part, groups = self._part, self._part.optimizer.param_groups
-        lists = [*_lists(part), *(group["params"] for group in groups)]
+        lists = [*chain.from_iterable(side_by_side(part)), *(group["params"] for group in groups)]
         lengths = list(map(len, lists))
         alone = [number for number, group in enumerate(groups) if not group["params"]]
         own_steps = {number: groups[number].get("step") for number in alone}
@@ -264,9 +273,7 @@ class OtherShards:
         groups: dict[Key, int] = {}
         scalars: dict[Key, dict[str, tuple[Any, bool]]] = {}
         tensors: dict[str, torch.dtype] = {}
-        for shard in shards:
-            if shard.rank != self._rank:
-                continue
+        for shard in (shard for shard in shards if shard.rank == self._rank):
             stepped = self._own[shard.parameter]
             groups[shard.key] = self._part.model_param_group_index_map[shard.parameter][0]
             scalars[shard.key] = {}
@@ -279,11 +286,6 @@ class OtherShards:
                     scalars[shard.key][name] = value, on_device
         steps = [group.get("step") for group in self._part.optimizer.param_groups]
         return _Facts(groups, scalars, tensors, steps)
-
-    def _exchanged(self, mine: _Facts) -> list[_Facts]:
-        everyones: list[Any] = [None] * self._size
-        dist.all_gather_object(everyones, mine, group=self._replicas)
-        return everyones
 
     def _copy(self, shard: _Shard, facts: _Facts) -> _Copy:
         parameter, part_of_it = shard.parameter, shard.ranges["param"]
@@ -300,10 +302,7 @@ class OtherShards:
             stepped=stepped,
         )
         for name, (value, on_device) in facts.scalars[shard.key].items():
-            is_tensor = isinstance(value, torch.Tensor)
-            copy.state[name] = (
-                value.to(stepped.device if on_device else "cpu") if is_tensor else value
-            )
+            copy.state[name] = value.to(stepped.device) if on_device else value
         return copy
 
     def _fill(
@@ -339,27 +338,6 @@ class OtherShards:
             whole = gathered(dtypes[name], values.get)
             for copy in copies:
                 copy.state[name] = part_of(whole, copy).clone()
-
-
-def _stepped_by_parameter(part: Any) -> dict[Any, torch.Tensor]:
-    """Return, by parameter, the tensor that the optimizer steps on this rank."""
-    return {
-        parameter: stepped
-        for parameters, shards in (
-            (part.model_fp32_groups, part.shard_fp32_groups),
-            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-        )
-        for of_group, ours in zip(parameters, shards, strict=True)
-        for parameter, stepped in zip(of_group, ours, strict=True)
-    }
-
-
-def _lists(part: Any) -> Iterator[list[Any]]:
-    yield from part.model_fp32_groups
-    yield from part.shard_fp32_groups
-    yield from part.model_float16_groups
-    yield from part.shard_float16_groups
-    yield from part.shard_fp32_from_float16_groups
 
 
 def _is_of_shard(value: Any, stepped: torch.Tensor) -> bool:

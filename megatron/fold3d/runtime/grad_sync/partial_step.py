@@ -7,7 +7,7 @@ asked for the step.
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,18 +18,13 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 # optimizers (apex, Transformer Engine) count steps per group where torch counts per parameter.
 _OF_AN_ITERATION = ("lr", "weight_decay", "step")
 
-# The groups in which Megatron's Float16OptimizerWithFloat16Params keeps copies and originals, and
-# those in which its DistributedOptimizer keeps parameters, and the shards that this rank updates.
-_LISTS_OF_GROUPS = (
-    *("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups"),
-    *("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"),
-    *("model_fp32_groups", "shard_fp32_groups"),
-)
-
-# Which lists of a DistributedOptimizer go side by side: parameters, and their shards.
-_SHARDED = (
-    ("model_float16_groups", "shard_float16_groups"),
-    ("model_float16_groups", "shard_fp32_from_float16_groups"),
+# What Megatron's optimizers keep by group: Float16OptimizerWithFloat16Params, the first two rows,
+# parameters and copies of them; DistributedOptimizer parameters and the shards of this rank. The
+# lists of a row go side by side, and what is stepped comes last.
+_ROWS = (
+    ("float16_groups", "fp32_from_float16_groups"),
+    ("fp32_from_fp32_groups",),
+    ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"),
     ("model_fp32_groups", "shard_fp32_groups"),
 )
 
@@ -70,12 +65,7 @@ class PartialStep:
         parameters are valid there. With the distributed optimizer only this rank's shards are
         updated, and nothing is gathered.
         """
-        with (
-            self._narrowed_to(parameters),
-            self._with_its_settings(),
-            self._with_its_scale(),
-            self._without_gathering(),
-        ):
+        with self._narrowed_to(parameters), self._with_its_settings(), self._on_this_rank_only():
             found_inf = self._optimizer.prepare_grads()
             assert not found_inf, "gradients were finite when this step was allowed"
             for square, part in self._squares_of_parts():
@@ -93,19 +83,21 @@ class PartialStep:
     @contextmanager
     def _narrowed_to(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
         """Remove all other parameters from the optimizer's lists inside the block."""
-        kept = set()
-        for parameter in parameters:
-            kept |= {id(parameter), id(getattr(parameter, "main_param", parameter))}
-        kept |= {id(shard) for parameter, shard in self._shards() if id(parameter) in kept}
-        lists = list(self._parameter_lists())
-        whole = [list(parameters) for parameters in lists]
+        kept = {id(parameter) for parameter in parameters}
+        lists: list[list[Any]] = [group["params"] for group in self._groups()]
+        for part in self._optimizer.chained_optimizers:
+            for of_group in side_by_side(part):
+                lists += of_group
+                for whole, *made in zip(*of_group, strict=True):
+                    kept |= {id(shard) for shard in made if id(whole) in kept}
+        before = [list(entries) for entries in lists]
         try:
-            for parameters in lists:
-                parameters[:] = (p for p in parameters if id(p) in kept)
+            for entries in lists:
+                entries[:] = (entry for entry in entries if id(entry) in kept)
             yield
         finally:
-            for parameters, before in zip(lists, whole, strict=True):
-                parameters[:] = before
+            for entries, whole in zip(lists, before, strict=True):
+                entries[:] = whole
 
     @contextmanager
     def _with_its_settings(self) -> Iterator[None]:
@@ -122,37 +114,19 @@ class PartialStep:
                 _set(group, settings)
 
     @contextmanager
-    def _with_its_scale(self) -> Iterator[None]:
-        """Use the iteration's loss scale inside the block; check inf and NaN on this rank only."""
-        now = [(p.grad_scaler, p.get_grad_stats_parallel_group()) for p in self._scaled]
-        try:
+    def _on_this_rank_only(self) -> Iterator[None]:
+        """Check inf and NaN on this rank only, with the iteration's loss scale; gather nothing."""
+        with ExitStack() as undo:
             for part, scaler in zip(self._scaled, self._scalers, strict=True):
+                group = part.get_grad_stats_parallel_group()
+                undo.callback(setattr, part, "grad_stats_parallel_group", group)
+                undo.callback(setattr, part, "grad_scaler", part.grad_scaler)
                 part.grad_scaler, part.grad_stats_parallel_group = scaler, self._alone
+            for part in self._optimizer.chained_optimizers:
+                if hasattr(part, "shard_fp32_groups"):  # a DistributedOptimizer
+                    undo.callback(setattr, part, "_defer_param_sync", False)
+                    part._defer_param_sync = True
             yield
-        finally:
-            for part, (scaler, group) in zip(self._scaled, now, strict=True):
-                part.grad_scaler, part.grad_stats_parallel_group = scaler, group
-
-    @contextmanager
-    def _without_gathering(self) -> Iterator[None]:
-        """Keep a DistributedOptimizer from gathering all parameters, inside the block."""
-        parts = [p for p in self._optimizer.chained_optimizers if hasattr(p, "shard_fp32_groups")]
-        for part in parts:
-            part._defer_param_sync = True
-        try:
-            yield
-        finally:
-            for part in parts:
-                part._defer_param_sync = False
-
-    def _shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yield each parameter with each of its shards on this rank."""
-        for part in self._optimizer.chained_optimizers:
-            for whole, shards in _SHARDED:
-                for parameters, ours in zip(
-                    getattr(part, whole, ()), getattr(part, shards, ()), strict=True
-                ):
-                    yield from zip(parameters, ours, strict=True)
 
     def _squares_of_parts(self) -> Iterator[tuple[torch.Tensor, Any]]:
         return zip(self._squares, self._optimizer.chained_optimizers, strict=True)
@@ -162,12 +136,11 @@ class PartialStep:
             if not part.is_stub_optimizer:
                 yield from part.optimizer.param_groups
 
-    def _parameter_lists(self) -> Iterator[list[torch.nn.Parameter]]:
-        for group in self._groups():
-            yield group["params"]
-        for part in self._optimizer.chained_optimizers:
-            for name in _LISTS_OF_GROUPS:
-                yield from getattr(part, name, ())
+
+def side_by_side(part: Any) -> Iterator[tuple[list[Any], ...]]:
+    """Yield the lists of each group of one of Megatron's optimizers, as `_ROWS` says."""
+    for row in _ROWS:
+        yield from zip(*(getattr(part, name, ()) for name in row), strict=True)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Pieces of a model chunk's gradients; one collective sums each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -108,9 +108,11 @@ class Piece:
             return self, nothing
         if size < len(self.shards):
             return nothing, self
-        both = [_first_of(shard, size // len(self.shards)) for shard in self.shards]
-        first, rest = (replace(nothing, shards=shards) for shards in zip(*both, strict=True))
-        return first, rest
+        size //= len(self.shards)
+        both = [_split(shard, size, _cut_view, torch.numel) for shard in self.shards]
+        first = tuple(tuple(ours) for ours, _ in both)
+        rest = tuple(tuple(others) for _, others in both)
+        return replace(nothing, shards=first), replace(nothing, shards=rest)
 
 
 class _Scatter:
@@ -148,26 +150,26 @@ class _Scatter:
                 data.copy_(sums)
 
 
-def _first_of(
-    views: Sequence[torch.Tensor], size: int
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Split views ``[num_elements of the view]`` into the first ``size`` elements and the rest."""
-    first: list[torch.Tensor] = []
-    rest: list[torch.Tensor] = []
-    for data in views:
-        first += [data[:size]] if size else []
-        rest += [data[size:]] if data.numel() > size else []
-        size -= min(size, data.numel())
-    return tuple(first), tuple(rest)
-
-
 def split_after(whole: Sequence[Piece], left: int) -> tuple[list[Piece], list[Piece]]:
     """Split pieces into the first ``left`` elements, counted together, and the rest."""
-    first: list[Piece] = []
-    rest: list[Piece] = []
-    for part in whole:
-        ours, others = part.cut(left)
-        left -= ours.num_elements
-        first += [ours] if ours.num_elements else []
-        rest += [others] if others.num_elements else []
+    return _split(whole, left, Piece.cut, lambda piece: piece.num_elements)
+
+
+def _cut_view(data: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return data[:size], data[size:]
+
+
+def _split[Part](
+    parts: Sequence[Part],
+    left: int,
+    cut: Callable[[Part, int], tuple[Part, Part]],
+    size: Callable[[Part], int],
+) -> tuple[list[Part], list[Part]]:
+    first: list[Part] = []
+    rest: list[Part] = []
+    for part in parts:
+        ours, others = cut(part, left)
+        left -= size(ours)
+        first += [ours] if size(ours) else []
+        rest += [others] if size(others) else []
     return first, rest

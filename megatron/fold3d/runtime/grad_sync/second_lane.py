@@ -16,14 +16,14 @@ forward needs the first of them first.
 **No GPU has run this.**
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron.fold3d.plan.device_queues import reduced_apart
-from megatron.fold3d.runtime.feature import Iteration
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
     bucket_groups,
@@ -34,7 +34,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
 )
 
 
-class SecondLane:
+class SecondLane(Feature):
     """Process groups for the reductions of odd segments, over the ranks of Megatron's.
 
     Args:
@@ -43,30 +43,37 @@ class SecondLane:
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._groups: Mapping[Ranks, dist.ProcessGroup] | None = None
+        self._groups: Mapping[Ranks, dist.ProcessGroup] = {}
+        self._is_connected = False
 
     def prepare(self, iteration: Iteration) -> None:
         """Make the process groups at the start of the first training iteration."""
-        if self._groups is None:
+        if iteration.trains and not self._is_connected:
+            self._is_connected = True
             odd = map(group_of, bucket_groups(*iteration.chunks[1::2]))
             several = [group for group in odd if group.size() > 1]
             self._groups = connect(several, iteration.device, self._timeout)
 
-    def stages(self, iteration: Iteration) -> Collection[int]:
-        """Return the stages to `enter` in a training iteration."""
-        if not iteration.trains:
-            return ()
-        return reduced_apart(iteration.program, iteration.plan.num_ranks)
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return a wrapper that sets our groups for the rest of the iteration.
 
-    def enter(self, iteration: Iteration, chunk: Any) -> None:
-        """Set our groups for the rest of the iteration.
-
-        It is called right before a segment's last backward, in which DDP's hooks may start to
-        reduce. By then the segment's all-gathers have ended.
+        It does so right before a segment's last backward, in which DDP's hooks may start to reduce.
+        By then the segment's all-gathers have ended.
         """
-        assert self._groups is not None
-        for bucket_group in bucket_groups(chunk):
-            megatrons = group_of(bucket_group)
-            if (ours := self._groups.get(ranks_of(megatrons))) is not None:
-                set_group(bucket_group, ours)
-                iteration.ends.callback(set_group, bucket_group, megatrons)
+        if not iteration.trains:
+            return {}
+        last = {a.stage: a for a in iteration.program if a.op is Op.BACKWARD}
+        switches = {
+            last[stage] for stage in reduced_apart(iteration.program, iteration.plan.num_ranks)
+        }
+
+        def backward(action: Action) -> None:
+            chunks = (iteration.chunks[iteration.segment(action)],) if action in switches else ()
+            for bucket_group in bucket_groups(*chunks):
+                megatrons = group_of(bucket_group)
+                if (ours := self._groups.get(ranks_of(megatrons))) is not None:
+                    set_group(bucket_group, ours)
+                    iteration.ends.callback(set_group, bucket_group, megatrons)
+            inner[Op.BACKWARD](action)
+
+        return {Op.BACKWARD: backward}

@@ -132,9 +132,8 @@ class StageGradients:
         """Return what is kept apart of a bucket group, to be summed in Megatron's process group."""
         group, op = group_of(bucket_group), _reduce_op(bucket_group)
         if sums_to_shards(self._chunk, bucket_group):
-            in_fp32 = _sums_in_fp32(bucket_group)
             return [
-                Piece.of_shards(bucket.grad_data, begin, end, op, group, in_fp32=in_fp32)
+                _of_shards(bucket_group, bucket, begin, end, group)
                 for bucket in bucket_group.buckets
                 for begin, end in in_iteration_offsets(bucket, self._kept, group.size())
             ]
@@ -153,8 +152,7 @@ class StageGradients:
             return
         kept = in_iteration_offsets(bucket, self._kept, group.size())
         for first, last in outside(kept, bucket.grad_data.numel() // group.size()):
-            in_fp32 = _sums_in_fp32(bucket_group)
-            yield Piece.of_shards(bucket.grad_data, first, last, op, group, in_fp32=in_fp32)
+            yield _of_shards(bucket_group, bucket, first, last, group)
 
     def _by_owner(self, bucket_group: Any, bucket: Any, begin: int, end: int) -> Iterator[Piece]:
         """Yield what goes to the owner of its shard alone; the rest waits for other shards."""
@@ -257,8 +255,12 @@ def _reduce_op(bucket_group: Any) -> Any:
     return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
 
-def _sums_in_fp32(bucket_group: Any) -> bool:
-    return bool(bucket_group.ddp_config.reduce_scatter_with_fp32_accumulation)
+def _of_shards(
+    bucket_group: Any, bucket: Any, begin: int, end: int, group: dist.ProcessGroup
+) -> Piece:
+    in_fp32 = bool(bucket_group.ddp_config.reduce_scatter_with_fp32_accumulation)
+    op = _reduce_op(bucket_group)
+    return Piece.of_shards(bucket.grad_data, begin, end, op, group, in_fp32=in_fp32)
 
 
 def _make_ready(bucket_group: Any, bucket: Any, begin: int, end: int) -> None:

@@ -8,8 +8,9 @@ nothing is lost or sent twice. Every replica of a chunk starts the same collecti
 order, in process groups that nothing else uses at that time.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from megatron.fold3d.plan.ir import WHOLE
-from megatron.fold3d.runtime.device import Clock
+from megatron.fold3d.plan.ir import WHOLE, Action
+from megatron.fold3d.plan.ops import SUM_OPS
+from megatron.fold3d.runtime.events import Events
+from megatron.fold3d.runtime.feature import Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
     bucket_groups,
-    first_layer_first,
     group_of,
     ranks_of,
     set_group,
+    start_gathers,
 )
 from megatron.fold3d.runtime.grad_sync.pieces import Piece, Transfer
 from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients, sums_to_shards
@@ -33,19 +36,13 @@ from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients, su
 UNCUT = 1 << 60
 """More bytes than any bucket has: the plan's parts are not cut again."""
 
-Observer = Callable[[Any, int, int], Iterable[Callable[[], None]]]
-"""Called with a chunk, the end of a part in thousandths, and the bytes whose sum starts.
-
-It returns callbacks for when they end.
-"""
-
 
 @dataclass(slots=True)
 class _InFlight:
     """A chunk's sums, from when its first gradients are complete until it is waited for."""
 
     works: list[Transfer] = field(default_factory=list)
-    ends: list[Callable[[], None]] = field(default_factory=list)  # not observed
+    ends: list[Callable[[], None]] = field(default_factory=list)  # of recorded events
 
 
 class Sums:
@@ -54,7 +51,7 @@ class Sums:
     Without a group over the same ranks, gradients are summed in that of the bucket.
 
     Args:
-        observer: is called when a part starts; it must not block.
+        recorder: gets each part, from its start to its end.
         chunks: the model chunks; without any there is nothing to sum.
         kept: the parameters that are kept apart.
         slice_bytes: the most that is all-reduced at once.
@@ -66,18 +63,27 @@ class Sums:
 
     def __init__(
         self,
-        observer: Observer,
+        recorder: Events,
         chunks: Sequence[Any] = (),
         kept: AbstractSet[torch.nn.Parameter] = frozenset(),
         slice_bytes: int = UNCUT,
         groups: Mapping[Ranks, dist.ProcessGroup] | None = None,
     ) -> None:
-        self._observer, self._groups = observer, groups or {}
+        self._recorder, self._groups = recorder, groups or {}
+        self._names: dict[Any, Action] = {}  # by chunk, of the sum of all of its gradients
         self.gradients = {
             chunk: StageGradients(chunk, kept, slice_bytes, self._group_of) for chunk in chunks
         }
         self._in_flight: dict[Any, _InFlight] = {}
         self._keeping: dict[Any, list[Any]] = {}
+
+    def name_after(self, iteration: Iteration) -> None:
+        """Give each chunk's sum the name that an iteration's plan has for it."""
+        self._names = {
+            iteration.chunks[iteration.segment(action)]: action.until(WHOLE)
+            for action in iteration.program
+            if action.op in SUM_OPS
+        }
 
     def complete(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> Sequence[Piece]:
         """Note which of a chunk's gradients are complete: see `StageGradients.complete`."""
@@ -92,11 +98,14 @@ class Sums:
         if (in_flight := self._in_flight.get(chunk)) is None:
             return  # its step has waited for all, or none is complete
         if pieces := self.gradients[chunk].take(end):
-            ends = self._observer(chunk, end, sum(piece.num_bytes for piece in pieces))
-            works = [piece.reduce() for piece in pieces]
-            clock = Clock(pieces[0].views[0].device)
-            in_flight.works += works
-            in_flight.ends += [each for each in ends if not clock.when_done(works, each)]
+
+            def launch() -> Sequence[Transfer]:
+                works = [piece.reduce() for piece in pieces]
+                in_flight.works += works
+                return works
+
+            name = self._names[chunk].until(end)
+            in_flight.ends.append(self._recorder.collective(name, "grad_sync", launch))
 
     def start_left(self) -> None:
         """Start all that is complete and was not started, lowest chunk first."""
@@ -143,14 +152,11 @@ class Sums:
         Buckets whose all-gather has started or ended are skipped. DDP's hooks wait for the others
         in the forward. Without ``--overlap-param-gather`` there are no hooks, so this waits.
         """
-        for bucket_group in first_layer_first(chunk):
-            if not bucket_group.param_gather_dispatched:
-                megatrons = group_of(bucket_group)
+        with ExitStack() as undo:
+            for bucket_group in bucket_groups(chunk):
+                undo.callback(set_group, bucket_group, group_of(bucket_group))
                 set_group(bucket_group, self._group_of(bucket_group))
-                try:
-                    bucket_group.start_param_sync()
-                finally:
-                    set_group(bucket_group, megatrons)
+            start_gathers(chunk)
 
     def _group_of(self, bucket_group: Any) -> dist.ProcessGroup:
         megatrons = group_of(bucket_group)

@@ -1,10 +1,10 @@
 """``--offload-activations``: handlers of OFFLOAD and RELOAD, and wrappers of computations."""
 
 from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.offload.offloader import Offloader
 from megatron.fold3d.runtime.plans import Plans
-from megatron.fold3d.runtime.trace.recorder import Recorder
 
 
 class Offload(Feature):
@@ -13,12 +13,10 @@ class Offload(Feature):
     Args:
         offloader: moves the activations.
         plans: the plans of the run, whose offloads may change from iteration to iteration.
-        recorder: the recorder of the trace.
+        recorder: hears of copies.
     """
 
-    def __init__(
-        self, offloader: Offloader, plans: Plans, recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, offloader: Offloader, plans: Plans, recorder: Events = UNHEARD) -> None:
         self._offloader = offloader
         self._plans = plans
         self._recorder = recorder

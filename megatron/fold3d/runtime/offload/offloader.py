@@ -31,12 +31,12 @@ from megatron.fold3d.plan.ir import Action, Program
 from megatron.fold3d.plan.ops import TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.runtime.device import Clock, Mark, runs_behind
+from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.host_slots import HostSlots
 from megatron.fold3d.runtime.offload.offload_tuner import OffloadTuner
 from megatron.fold3d.runtime.offload.pinned_pool import ALIGNMENT, Slot
 from megatron.fold3d.runtime.offload.saved_tensors import SavedTensors, offsets
-from megatron.fold3d.runtime.trace.recorder import Recorder, never
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Offloader:
         self._device = device
         self._everything = everything
         self._clock = Clock(device)
-        self._recorder = never(device)
+        self._recorder = UNHEARD
         self._travels: frozenset[_Key] = frozenset()
         self._lasting: frozenset[int] = frozenset()
         self._smallest_bytes = 0
@@ -139,7 +139,7 @@ class Offloader:
         program: Program,
         modules: Iterable[torch.nn.Module],
         hidden_bytes: int,
-        recorder: Recorder | None = None,
+        recorder: Events = UNHEARD,
     ) -> None:
         """Prepare for an iteration.
 
@@ -147,14 +147,14 @@ class Offloader:
             program: the program of this rank.
             modules: the model chunks; their parameters and buffers stay on the device.
             hidden_bytes: the bytes of a hidden state; much smaller tensors stay on the device.
-            recorder: records copies.
+            recorder: hears of copies.
 
         Raises:
             HostMemoryError: the host has less memory than the program takes.
         """
         self.held = self.peak = 0
         self._count_early()
-        self._recorder = recorder or self._recorder
+        self._recorder = recorder
         self._recorder.count(_OFFLOADED, 0)  # known where nothing leaves, too
         self._tuner.clear_times()
         self._away.clear()

@@ -55,6 +55,6 @@ class AnnouncedP2P(PreemptiveP2P):
             self._groups[action.op].announce(self._peers[action.op], eta_s)
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
-        """Start an announced send of ``tensor``, as `Transfers.send` says."""
+        """Start an announced send of ``tensor``, as `P2P.send` says."""
         self._computing_s[action.stage, action.op] = monotonic() - self._announced.pop(action)
         super().send(action, tensor)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from megatron.fold3d.runtime.events import UNHEARD, Events, no_end
 from megatron.fold3d.runtime.torch_names import method_of, under_both_names
-from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
 
 
 @under_both_names
@@ -38,7 +38,7 @@ class PairedGroup(dist.ProcessGroup):
         self,
         group: dist.ProcessGroup,
         hand_over: Callable[[], None],
-        recorder: Recorder | None = None,
+        recorder: Events = UNHEARD,
         name: str = "TP.sync",
     ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # an overload
@@ -132,8 +132,6 @@ class PairedGroup(dist.ProcessGroup):
     def _launch(self, collective: Callable[..., Any], *arguments: Any) -> "_PairedWork":
         # A call that waits at once would run on NCCL's stream of the caller, and overlap nothing.
         arguments[-1].asyncOp = True
-        if self._recorder is None:
-            return _PairedWork(collective(*arguments), self._hand_over)
         works: list[Any] = []
 
         def launch() -> Sequence[Any]:

@@ -6,19 +6,16 @@ iteration runs. Times are read when a later iteration begins, once the device ha
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from megatron.fold3d.observe.trace_files import Event, IterationTrace
-from megatron.fold3d.plan.ir import Action
-from megatron.fold3d.runtime.device import Clock, Mark, peak_device_bytes, peak_host_bytes
+from megatron.fold3d.runtime.device import Clock, Launched, Mark, peak_device_bytes, peak_host_bytes
+from megatron.fold3d.runtime.events import Events, no_end
 
 WARM_UP = 3  # iterations in which a run still allocates, connects and compiles
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(slots=True)
@@ -44,16 +41,13 @@ class _Iteration:
         return all(end is not None and clock.has_passed(end) for end in ends)
 
 
-class Recorder:
+class Recorder(Events):
     """Records iterations and delivers each once all its events have ended.
 
     Args:
         device: the compute device.
         wants: returns True if the iteration of this number is to be recorded.
         deliver: receives each recorded iteration, in order, soon after its end.
-
-    Attributes:
-        running: the action of the executor that runs, where its name is of use inside of it.
     """
 
     def __init__(
@@ -66,7 +60,6 @@ class Recorder:
         self._clock = Clock(device)
         self._wants = wants
         self._deliver = deliver
-        self.running: Action | None = None
         self._now: _Iteration | None = None
         self._waiting: list[_Iteration] = []
         self._zero: tuple[Mark, float] | None = None  # one moment, as a mark and as Unix time
@@ -94,11 +87,11 @@ class Recorder:
             self._now = None
 
     def span(self, name: object, kind: str) -> AbstractContextManager[None]:
-        """Return a context that records its block, from begin to end on the current stream."""
-        return self._span(name, kind) if self.is_on else _NOTHING
+        """Return a context that records its block, as `Events.span` says."""
+        return self._span(name, kind) if self.is_on else super().span(name, kind)
 
     def open_span(self, name: object, kind: str) -> Callable[[], None]:
-        """Begin an event on the current stream; call the returned function at its end."""
+        """Begin an event, as `Events.open_span` says."""
         if self._now is None:
             return no_end
         event = _Open(str(name), kind, self._clock.mark())
@@ -115,22 +108,11 @@ class Recorder:
             self._now.counts[name] = self._now.counts.get(name, 0) + amount
 
     def collective(
-        self, name: object, kind: str, launch: Callable[[], Iterable[dist.Work]]
+        self, name: object, kind: str, launch: Callable[[], Iterable[Launched]]
     ) -> Callable[[], None]:
-        """Record a collective from its launch until it is done, without waiting for it.
-
-        Args:
-            name: the name of the event.
-            kind: the kind of the event.
-            launch: starts it and returns its works in flight, or an empty list if it is done.
-
-        Returns:
-            A function to call once the collective has been waited for: it ends the event if the
-            works cannot report their own end.
-        """
+        """Record a collective until it is done, as `Events.collective` says."""
         if not self.is_on:
-            launch()
-            return no_end
+            return super().collective(name, kind, launch)
         end = self.open_span(name, kind)
         works = list(launch())
         if not works:
@@ -176,12 +158,3 @@ class Recorder:
             host_memory_bytes=peak_host_bytes(),
             counts=iteration.counts,
         )
-
-
-def never(device: torch.device) -> Recorder:
-    """Return a recorder that wants no iteration."""
-    return Recorder(device, lambda _: False, lambda _: None)
-
-
-def no_end() -> None:
-    """Do nothing: the end of an event that is not recorded."""

@@ -1,4 +1,4 @@
-"""Transfers from one segment to the next, from host memory to host memory (paper Sec. IV).
+"""``--lazy-inter-segment``: transfers between two segments, from host to host (paper Sec. IV).
 
 The last rank's outputs wait on rank 0 until all forwards of rank 0's current segment are done. This
 can be m - p + 1 tensors, which would fill a GPU. Here they wait in host memory and are copied to
@@ -13,16 +13,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op, Program
-from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, RECV_OPS, WAYS
+from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, PEER, RECV_OPS, WAYS
 from megatron.fold3d.runtime.device import make_current
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot, aligned
+from megatron.fold3d.runtime.transfers.p2p import make_groups
 
 _UNFINISHED_SENDS = 4  # a tensor more would wait; the verified plan runs with none unfinished
 _READ = {way.compute: way.receive for way in WAYS}
@@ -68,6 +69,16 @@ class HostLink:
         self._next: dict[Action, Action] = {}  # what is used next, of what is received
         self._fetched: dict[Action, _Fetched] = {}
 
+    @classmethod
+    def connect(cls, timeout: timedelta, pp_group: dist.ProcessGroup, device: torch.device) -> Self:
+        """Make the link of a pipeline with its process groups; all ranks of the job call this."""
+        forward, backward = make_groups(pp_group, "gloo", timeout)[-1]
+        last, first = pp_group.size() - 1, 0
+        ways = ((FORTH, forward), (BACK, backward))
+        groups = {op: group for way, group in ways for op in (way.send, way.receive)}
+        peers = {op: first if step > 0 else last for op, step in PEER.items()}
+        return cls(groups, peers, device, timeout, pp_group.size())
+
     def begin_iteration(self, program: Program, num_bytes: int) -> None:
         """Reserve the host memory for an iteration whose tensors have ``num_bytes`` each.
 
@@ -91,7 +102,7 @@ class HostLink:
         return (stage + (op in _AT_THE_END)) % self._num_ranks == 0
 
     def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Start to receive into host memory; `take` waits for it."""
+        """Start to receive into host memory, as `P2P.post` says."""
         self._recycle()
         staged = self._stage(shape, dtype)
         group, peer = self._groups[action.op], self._peers[action.op]
@@ -99,10 +110,9 @@ class HostLink:
         self._arriving[action] = staged
 
     def take(self, action: Action) -> torch.Tensor:
-        """Return the tensor of a posted receive, on the device; the caller owns it.
+        """Return a received tensor, as `P2P.take` says.
 
-        It has the shape and dtype of `post`, and is valid on the current stream. The host waits for
-        the receive; the current stream waits for the copy to the device.
+        The host waits for the receive; the current stream waits for the copy to the device.
         """
         fetched = self._fetched.pop(action, None) or self._fetch(action)
         copied = fetched.copied.result(self._timeout_s)
@@ -114,14 +124,10 @@ class HostLink:
         return fetched.tensor
 
     def announce(self, action: Action) -> None:
-        """Do nothing: transfers over the host link do not preempt DP.sync."""
+        """Do nothing: these transfers do not preempt DP.sync."""
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
-        """Start to send ``tensor``, on the device; the caller may reassign ``tensor.data`` at once.
-
-        It must be valid on the current stream, and may be non-contiguous. Its storage is kept alive
-        until it has been copied to host memory.
-        """
+        """Start to send ``tensor``, as `P2P.send` says; it may be non-contiguous."""
         self._recycle()
         while len(self._leaving) >= _UNFINISHED_SENDS:
             self._finish_first()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op, Program
 from megatron.fold3d.plan.ops import BACK, FORTH, PEER, SEND_OPS
+from megatron.fold3d.runtime.grad_sync.bucket_groups import everyones_groups, ranks_of
 from megatron.fold3d.runtime.transfers import nccl
 
 _UNFINISHED_SENDS = 16  # more than a plan ever leaves behind unless the receiver is far behind
@@ -27,6 +28,9 @@ class P2P:
     neighbours on both sides, so each of the two links has its own groups as well.
 
     All ranks of the job construct a `P2P` together: the groups are made in one global order.
+
+    A received tensor is contiguous, ``[seq, batch, hidden]`` with seq split by context and sequence
+    parallelism, and in the configuration's ``pipeline_dtype``.
     """
 
     def __init__(
@@ -40,8 +44,12 @@ class P2P:
         self._arriving: dict[Action, tuple[torch.Tensor, dist.Work]] = {}
         self._leaving: deque[tuple[torch.Tensor, dist.Work]] = deque()
 
+    def carries(self, action: Action) -> bool:
+        """Return True: every transfer can take these links."""
+        return True
+
     def begin_iteration(self, program: Program, num_bytes: int) -> None:
-        """Do nothing: receives allocate their tensors when they are posted."""
+        """Do nothing: receives allocate their tensors, of ``num_bytes``, when they are posted."""
 
     def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start the receive ``action`` (RECV_F or RECV_B) of one tensor; `take` waits for it."""
@@ -62,7 +70,7 @@ class P2P:
         return tensor
 
     def announce(self, action: Action) -> None:
-        """Do nothing: these transfers do not preempt DP.sync."""
+        """Do nothing when the computation before a send begins: DP.sync is not preempted."""
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send ``tensor``, on the device; the caller may reassign ``tensor.data`` at once.
@@ -160,11 +168,9 @@ def make_groups(
     Returns:
         This pipeline's pairs; the link from rank r to the next uses pair ``r % len(pairs)``.
     """
-    ranks = dist.get_process_group_ranks(pp_group)
-    pipelines: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(pipelines, ranks)
+    ranks = ranks_of(pp_group)
     ours = []
-    for pipeline in sorted({tuple(pipeline) for pipeline in pipelines}):
+    for pipeline in everyones_groups({ranks}):
         for _ in range(2 if len(pipeline) == 2 else 1):
             forward, backward = (
                 dist.new_group(
@@ -176,6 +182,6 @@ def make_groups(
                 )
                 for _ in range(2)
             )
-            if list(pipeline) == ranks:
+            if pipeline == ranks:
                 ours.append((forward, backward))
     return ours

@@ -4,7 +4,7 @@ A RECV only posts its receive; the computation that needs the tensor waits for i
 rank has no transfers and runs without this feature.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,67 +12,88 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
 from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.transfers.carrier import Transfers
+    from megatron.fold3d.runtime.transfers.host_link import HostLink
+    from megatron.fold3d.runtime.transfers.p2p import P2P
+
+    Links = P2P | HostLink
+    Connect = Callable[[dist.ProcessGroup, torch.device], Links]
 
 
 class PipelineTransfers(Feature):
     """The transfers of one rank.
 
     Args:
-        connect: makes the links to the neighbours; all ranks of the job call it together.
+        connects: make the links, in the pipeline's process group; all ranks of the job call them
+            together. A transfer takes the last links that carry it.
+        recorder: hears when each transfer begins, and when a received tensor is taken.
     """
 
     draining = "its last sends"
 
-    def __init__(self, connect: Callable[[dist.ProcessGroup, torch.device], "Transfers"]) -> None:
-        self._connect = connect
-        self._links: list[Transfers] = []  # one, from the first iteration on
+    def __init__(self, connects: "Sequence[Connect]", recorder: Events = UNHEARD) -> None:
+        self._connects, self._recorder = connects, recorder
+        self._links: list[Links] = []  # from the first iteration on
 
     def prepare(self, iteration: Iteration) -> None:
         """Connect in the first iteration, and reserve the host memory that transfers need."""
         if not self._links:
-            self._links.append(self._connect(iteration.pp_group, iteration.device))
-        self._links[0].begin_iteration(iteration.program, iteration.hidden_bytes)
+            pp_group, device = iteration.pp_group, iteration.device
+            self._links = [connect(pp_group, device) for connect in self._connects]
+        for link in self._links:
+            link.begin_iteration(iteration.program, iteration.hidden_bytes)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return handlers of transfers, and wrappers that take inputs and announce sends."""
-        (p2p,) = self._links
+        recorder, ends = self._recorder, dict[Action, Callable[[], None]]()
         run_forward, run_backward = inner[Op.FORWARD], inner[Op.BACKWARD]
         last_stage = iteration.plan.num_stages - 1
         deallocates = iteration.config.deallocate_pipeline_outputs
 
+        def take(action: Action) -> torch.Tensor:
+            with recorder.span(f"wait {action}", "wait"):
+                tensor = self._link(action).take(action)
+            ends.pop(action)()
+            return tensor
+
+        def send(action: Action, tensor: torch.Tensor) -> None:
+            recorder.open_span(action, "p2p")()  # nobody observes its end
+            self._link(action).send(action, tensor)
+
         def forward(action: Action) -> None:
             stage, _, microbatch = action
             if stage > 0:
-                tensor = p2p.take(Action(stage, Op.RECV_F, microbatch))
+                tensor = take(Action(stage, Op.RECV_F, microbatch))
                 iteration.inputs[stage, microbatch] = tensor.requires_grad_(iteration.trains)
             if stage < last_stage:
-                p2p.announce(Action(stage, Op.SEND_F, microbatch))
+                self._announce(Action(stage, Op.SEND_F, microbatch))
             run_forward(action)
 
         def backward(action: Action) -> None:
             stage, _, microbatch = action
             if stage < last_stage:
                 received = Action(stage, Op.RECV_B, microbatch)
-                iteration.output_grads[stage, microbatch] = p2p.take(received)
+                iteration.output_grads[stage, microbatch] = take(received)
             if stage > 0:
-                p2p.announce(Action(stage, Op.SEND_B, microbatch))
+                self._announce(Action(stage, Op.SEND_B, microbatch))
             run_backward(action)
 
         def post(action: Action) -> None:
-            p2p.post(action, iteration.shapes[action.op], iteration.config.pipeline_dtype)
+            ends[action] = recorder.open_span(action, "p2p")
+            shape, dtype = iteration.shapes[action.op], iteration.config.pipeline_dtype
+            self._link(action).post(action, shape, dtype)
 
         def send_output(action: Action) -> None:
             output = iteration.outputs.pop((action.stage, action.microbatch))
-            p2p.send(action, output)
+            send(action, output)
             if iteration.trains:
                 deallocate_output_tensor(output, deallocates)
 
         def send_input_grad(action: Action) -> None:
-            p2p.send(action, iteration.input_grads.pop((action.stage, action.microbatch)))
+            send(action, iteration.input_grads.pop((action.stage, action.microbatch)))
 
         return {
             Op.FORWARD: forward,
@@ -85,4 +106,11 @@ class PipelineTransfers(Feature):
 
     def drain(self, iteration: Iteration) -> None:
         """Wait until every send has left."""
-        self._links[0].drain()
+        for link in self._links:
+            link.drain()
+
+    def _link(self, action: Action) -> "Links":
+        return next(link for link in reversed(self._links) if link.carries(action))
+
+    def _announce(self, send: Action) -> None:
+        self._link(send).announce(send)

@@ -1,4 +1,4 @@
-"""The order of a stage's delayed weight gradients, if they are computed parameter by parameter.
+"""What both ways of delaying weight gradients have in common, and the order of their parts.
 
     micro-batch by micro-batch   0W0: a b c     0W1: a b c      all complete at the end
     parameter by parameter       0W:500: b b a  0W:1000: a c c  b is complete behind 0W:500
@@ -7,16 +7,18 @@ Keeps one invariant: a parameter's gradients are added in the order of its micro
 is the same bit for bit.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from megatron.fold3d.plan.ir import WHOLE, Program
-from megatron.fold3d.plan.ops import PART_OPS, WEIGHT_OPS
+from megatron.fold3d.plan.ir import WHOLE, Action, Op
+from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.policy.shard_order import in_turns
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.stage_gradients import spread
 
 
@@ -59,31 +61,99 @@ def by_parameter[Item](
     return parts
 
 
-class Turns:
-    """The parts of the stages of a program that compute weight gradients by parameter.
+class SplitBackwards[Item](Feature, ABC):
+    """The backwards of one rank that leave their weight gradients to `W` and `W:` actions.
 
-    A part is handed over: what it needs is free when the caller has computed it.
-
-    Args:
-        program: the program of this rank.
-        chunks: its model chunks, by segment.
-        num_ranks: pipeline ranks.
+    An item is the work on one parameter, or on the parameters of one module, in one micro-batch.
+    What it needs is free once it has been computed.
     """
 
-    def __init__(self, program: Program, chunks: Sequence[Any] = (), num_ranks: int = 1) -> None:
-        self._chunks, self._num_ranks = chunks, num_ranks
-        self._ends: dict[int, list[int]] = {}
-        for action in program:
-            if action.op in WEIGHT_OPS and action.op in PART_OPS:
+    def __init__(self) -> None:
+        self._chunks: Mapping[int, torch.nn.Module] = {}  # by stage, those that are split
+        self._ends: dict[int, list[int]] = {}  # by stage, of the W: actions
+        self._parts: dict[int, deque[list[tuple[Item, bool]]]] = {}  # that they compute
+        self._unfinished: dict[int, set[torch.Tensor]] = {}
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Delay the gradients of the stages that have W or W: actions."""
+        num_ranks = iteration.plan.num_ranks
+        stages = split_stages(iteration.program)
+        self._chunks = {stage: iteration.chunks[stage // num_ranks] for stage in stages}
+        self.choose(self._chunks)
+        self._ends, self._parts = {}, {}
+        for action in iteration.program:
+            if action.op is Op.WEIGHT_PART:
                 self._ends.setdefault(action.stage, []).append(action.end)
-        self._parts: dict[int, deque[list[Any]]] = {}
+        self._unfinished = iteration.unfinished
 
-    def spread(self, stage: int, parameters: Iterable[torch.Tensor]) -> Sequence[int]:
-        """Return how many gradients of some parameters, of any shape, lie in each shard."""
-        return spread(self._chunks[stage // self._num_ranks], frozenset(parameters))
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return the handlers: a BACKWARD keeps operands, W and W: compute the gradients."""
+        stages, run_backward = split_stages(iteration.program), inner[Op.BACKWARD]
 
-    def next(self, stage: int, make: Callable[[Sequence[int]], Iterable[list[Any]]]) -> list[Any]:
-        """Return what the next part of a stage computes; ``make`` divides the work at its ends."""
+        def backward(action: Action) -> None:
+            with self.keeping(action) if action.stage in stages else nullcontext():
+                run_backward(action)
+
+        return {
+            Op.BACKWARD: backward,
+            Op.WEIGHT: self.compute,
+            Op.WEIGHT_PART: self.compute_part,
+        }
+
+    @torch.no_grad()
+    def compute(self, action: Action) -> None:
+        """Compute one stage's weight gradients of a micro-batch; DDP's hooks accumulate them.
+
+        They have the shapes of the parameters, and are computed on the current stream, in the dtype
+        of the operands. DDP adds them to its ``main_grad`` buffers.
+        """
+        self._add(self._take(action))
+
+    @torch.no_grad()
+    def compute_part(self, action: Action) -> None:
+        """Compute a part of one stage's weight gradients of all micro-batches, as `compute` does.
+
+        The part is that of some parameters: see `by_parameter`.
+        """
+        stage = action.stage
         if stage not in self._parts:
-            self._parts[stage] = deque(make(self._ends[stage]))
-        return self._parts[stage].popleft()
+            self._parts[stage] = deque(self._divide(stage))
+        for item, is_last in self._parts[stage].popleft():
+            self._add([item])  # alone: autograd would first add up what one call has for a weight
+            if is_last:
+                self._unfinished[stage].difference_update(self._parameters(item))
+
+    @abstractmethod
+    def choose(self, chunks: Mapping[int, torch.nn.Module]) -> None:
+        """Delay weight gradients in the model chunk of each of these stages."""
+
+    @abstractmethod
+    def keeping(self, backward: Action) -> AbstractContextManager[None]:
+        """Return a context in which a backward keeps what its weight gradients need."""
+
+    @abstractmethod
+    def _take(self, action: Action) -> Iterable[Item]:
+        """Return the items of a `W`, and keep them no longer."""
+
+    @abstractmethod
+    def _take_all(self, stage: int) -> Sequence[Item]:
+        """Return the items of a stage, in the order of micro-batches, and keep them no longer."""
+
+    @abstractmethod
+    def _parameters(self, item: Item) -> Sequence[torch.Tensor]:
+        """Return the parameters of an item, of any shape."""
+
+    @abstractmethod
+    def _add(self, items: Iterable[Item]) -> None:
+        """Compute and accumulate the gradients of some items."""
+
+    def _divide(self, stage: int) -> list[list[tuple[Item, bool]]]:
+        items = self._take_all(stage)
+        self._unfinished[stage] = {p for item in items for p in self._parameters(item)}
+        return by_parameter(
+            items,
+            lambda item: self._parameters(item)[0],
+            lambda item: sum(parameter.numel() for parameter in self._parameters(item)),
+            self._ends[stage],
+            lambda item: spread(self._chunks[stage], frozenset(self._parameters(item))),
+        )

@@ -16,7 +16,8 @@ Keeps one invariant: the operations, and the order in which a weight's gradients
 are those of Megatron's own backward, so that sums are equal bit for bit.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -31,10 +32,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.plan.passes.weight_grads import split_stages
-from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
-from megatron.fold3d.runtime.weight_grads.by_parameter import Turns, by_parameter
+from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.runtime.weight_grads.by_parameter import SplitBackwards
 
 
 class Parallel(NamedTuple):
@@ -91,7 +90,7 @@ class _Kept(NamedTuple):
     output_grad: torch.Tensor
 
 
-class DelayedWeightGrads(Feature):
+class DelayedWeightGrads(SplitBackwards[_Kept]):
     """The weights of one rank whose gradients are delayed, and the operands kept for them.
 
     Args:
@@ -102,37 +101,12 @@ class DelayedWeightGrads(Feature):
     """
 
     def __init__(self, side: Callable[[], int] | None = None) -> None:
+        super().__init__()
         self.layers: dict[int, list[TransformerLayer]] = {}
         self._weights: frozenset[torch.Tensor] = frozenset()
         self._kept: dict[tuple[int, int | None], list[_Kept]] = {}  # by stage and micro-batch
         self._side = side or (lambda: 0)
         self._now: list[list[_Kept]] = [[], []]  # of the running backwards, by side
-        self._turns = Turns(())
-        self._unfinished: dict[int, set[torch.Tensor]] = {}
-
-    def prepare(self, iteration: Iteration) -> None:
-        """Delay the gradients of the stages that have W or W: actions."""
-        stages = split_stages(iteration.program)
-        num_ranks = iteration.plan.num_ranks
-        self.choose({stage: iteration.chunks[stage // num_ranks] for stage in stages})
-        self._turns = Turns(iteration.program, iteration.chunks, num_ranks)
-        self._unfinished = iteration.unfinished
-
-    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return the handlers: a BACKWARD keeps operands, W and W: compute the gradients."""
-        stages, run_backward = split_stages(iteration.program), inner[Op.BACKWARD]
-
-        def backward(action: Action) -> None:
-            if action.stage in stages:
-                self.begin_backward(action)
-            run_backward(action)
-            self._now[self._side()] = []  # or operands would outlive their `compute`
-
-        return {
-            Op.BACKWARD: backward,
-            Op.WEIGHT: self.compute,
-            Op.WEIGHT_PART: self.compute_part,
-        }
 
     def choose(self, chunks: Mapping[int, torch.nn.Module]) -> None:
         """Delay the gradients of all linear layers in the transformer layers of ``chunks``.
@@ -188,47 +162,27 @@ class DelayedWeightGrads(Feature):
         """Keep operands from now on for an action's stage and micro-batch."""
         self._now[self._side()] = self._kept[action.stage, action.microbatch] = []
 
-    @torch.no_grad()
-    def compute(self, action: Action) -> None:
-        """Compute one stage's weight gradients of a micro-batch; DDP's hooks accumulate them.
+    @contextmanager
+    def keeping(self, backward: Action) -> Iterator[None]:
+        """Keep the operands of a backward's weight gradients."""
+        self.begin_backward(backward)
+        yield
+        self._now[self._side()] = []  # or operands would outlive their `compute`
 
-        They are ``[output, hidden]`` and ``[output]``, in the dtype of the operands, and computed
-        on the current stream. DDP adds them to its ``main_grad`` buffers.
-        """
-        self._add(self._kept.pop((action.stage, action.microbatch)))
+    def _take(self, action: Action) -> list[_Kept]:
+        return self._kept.pop((action.stage, action.microbatch))
 
-    @torch.no_grad()
-    def compute_part(self, action: Action) -> None:
-        """Compute a part of one stage's weight gradients of all micro-batches, as `compute` does.
+    def _take_all(self, stage: int) -> list[_Kept]:
+        keys = [key for key in self._kept if key[0] == stage]
+        return [one for key in keys for one in self._kept.pop(key)]
 
-        The part is that of some parameters: see `by_parameter`.
-        """
-        for kept, is_last in self._turns.next(action.stage, partial(self._parts, action.stage)):
-            self._add([kept])  # alone: autograd would first add up what one call has for a weight
-            if is_last:
-                self._unfinished[action.stage] -= {kept.weight, kept.bias}
+    def _parameters(self, item: _Kept) -> Sequence[torch.Tensor]:
+        return (item.weight,) if item.bias is None else (item.weight, item.bias)
 
-    def _parts(self, stage: int, ends: Sequence[int]) -> list[list[tuple[_Kept, bool]]]:
-        """Divide the operands kept for a stage; tell of each whether it is its weight's last."""
-        kept = [
-            one
-            for key in [key for key in self._kept if key[0] == stage]
-            for one in self._kept.pop(key)
-        ]
-        parameters = chain.from_iterable((one.weight, one.bias) for one in kept)
-        self._unfinished[stage] = {p for p in parameters if p is not None}
-        return by_parameter(
-            kept,
-            lambda one: one.weight,
-            lambda one: one.weight.numel(),
-            ends,
-            lambda one: self._turns.spread(stage, (one.weight,)),
-        )
-
-    def _add(self, of_weights: Iterable[_Kept]) -> None:
+    def _add(self, items: Iterable[_Kept]) -> None:
         """Compute and accumulate the gradients of some weights, each of them once."""
         params, grads = [], []
-        for weight, bias, parallel, x, output_grad in of_weights:
+        for weight, bias, parallel, x, output_grad in items:
             output_grad, x = prepare_input_tensors_for_wgrad_compute(output_grad, parallel.whole(x))
             params.append(weight)
             grads.append(output_grad.t().matmul(x))

@@ -16,23 +16,21 @@ not split its backwards, so that sums are equal bit for bit.
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.plan.passes.weight_grads import split_stages
+from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.plan.weight_order import check_oldest_first
-from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
-from megatron.fold3d.runtime.weight_grads.by_parameter import Turns, by_parameter
+from megatron.fold3d.runtime.feature import Iteration
+from megatron.fold3d.runtime.weight_grads.by_parameter import SplitBackwards
 
 Hook = Callable[[], None]
 
 
-class EngineWeightGrads(Feature):
+class EngineWeightGrads(SplitBackwards[Any]):
     """The modules of one rank whose weight gradients are delayed.
 
     Attributes:
@@ -40,13 +38,12 @@ class EngineWeightGrads(Feature):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.modules: dict[int, list[Any]] = {}
-        self._parameters: frozenset[torch.Tensor] = frozenset()
+        self._delayed: frozenset[torch.Tensor] = frozenset()
         self._stored: dict[int, deque[list[Any]]] = defaultdict(deque)  # by stage, the oldest first
         self._in_backward = False
         self._put_off: dict[torch.Tensor, tuple[Hook, torch.Tensor | None]] = {}
-        self._turns = Turns(())
-        self._unfinished: dict[int, set[torch.Tensor]] = {}
 
     def prepare(self, iteration: Iteration) -> None:
         """Delay the gradients of the stages that have W or W: actions.
@@ -55,27 +52,7 @@ class EngineWeightGrads(Feature):
             PlanError: the WEIGHT actions of a stage are not in the order of its backwards.
         """
         check_oldest_first(iteration.plan)
-        stages, num_ranks = split_stages(iteration.program), iteration.plan.num_ranks
-        self.choose({stage: iteration.chunks[stage // num_ranks] for stage in stages})
-        self._turns = Turns(iteration.program, iteration.chunks, num_ranks)
-        self._unfinished = iteration.unfinished
-
-    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return the handlers: a BACKWARD stores operands, W and W: compute the gradients."""
-        stages, run_backward = split_stages(iteration.program), inner[Op.BACKWARD]
-
-        def backward(action: Action) -> None:
-            if action.stage not in stages:
-                run_backward(action)
-                return
-            with self.storing(action.stage):
-                run_backward(action)
-
-        return {
-            Op.BACKWARD: backward,
-            Op.WEIGHT: self.compute,
-            Op.WEIGHT_PART: self.compute_part,
-        }
+        super().prepare(iteration)
 
     def choose(self, chunks: Mapping[int, torch.nn.Module]) -> None:
         """Delay the gradients of Transformer Engine's modules in the layers of ``chunks``.
@@ -93,23 +70,24 @@ class EngineWeightGrads(Feature):
         self.modules = {stage: list(_splittable(chunk)) for stage, chunk in chunks.items()}
         for module in _all(self.modules):
             module.wgrad_store = type(module.wgrad_store)(delay_wgrad_compute=True)
-        self._parameters = frozenset(
+        self._delayed = frozenset(
             parameter
             for module in _all(self.modules)
             for parameter in module.parameters(recurse=False)
         )
 
     @contextmanager
-    def storing(self, stage: int) -> Iterator[None]:
+    def keeping(self, backward: Action) -> Iterator[None]:
         """Note which modules of a stage store operands in the backward inside the block."""
-        before = [_num_stored(module) for module in self.modules[stage]]
+        modules = self.modules[backward.stage]
+        before = [_num_stored(module) for module in modules]
         self._in_backward = True
         try:
             yield
         finally:
             self._in_backward = False
-        grown = [m for m, n in zip(self.modules[stage], before, strict=True) if _num_stored(m) > n]
-        self._stored[stage].append(grown)
+        grown = [m for m, n in zip(modules, before, strict=True) if _num_stored(m) > n]
+        self._stored[backward.stage].append(grown)
 
     def puts_off(self, parameter: torch.Tensor, hook: Hook) -> bool:
         """Return True if DDP's hook of this parameter is to run with its weight gradient.
@@ -118,7 +96,7 @@ class EngineWeightGrads(Feature):
         Until then a weight's gradient from autograd is not valid: it is a dummy, with fused
         accumulation, or memory that the matmul has not written yet. A bias's may be valid.
         """
-        if not self._in_backward or parameter not in self._parameters:
+        if not self._in_backward or parameter not in self._delayed:
             return False
         is_weight = parameter.dim() > 1
         if not is_weight and parameter.grad is not None:
@@ -129,41 +107,21 @@ class EngineWeightGrads(Feature):
         parameter.grad = None
         return True
 
-    @torch.no_grad()
-    def compute(self, action: Action) -> None:
-        """Compute one stage's oldest weight gradients; DDP's hooks then accumulate them.
+    def _take(self, action: Action) -> list[Any]:
+        return self._stored[action.stage].popleft()  # the oldest
 
-        They are computed on the current stream, in the dtype of the parameter, or added to its
-        ``main_grad`` if accumulation is fused.
+    def _take_all(self, stage: int) -> list[Any]:
+        return list(chain.from_iterable(self._stored.pop(stage)))
+
+    def _parameters(self, item: Any) -> Sequence[torch.Tensor]:
+        return tuple(item.parameters(recurse=False))
+
+    def _add(self, items: Iterable[Any]) -> None:
+        """Compute the oldest weight gradients of some modules; DDP's hooks accumulate them.
+
+        If accumulation is fused, the matmul itself adds them to ``main_grad``.
         """
-        self._add(self._stored[action.stage].popleft())
-
-    @torch.no_grad()
-    def compute_part(self, action: Action) -> None:
-        """Compute a part of one stage's weight gradients of all micro-batches, as `compute` does.
-
-        The part is that of some modules: see `by_parameter`.
-        """
-        for module, is_last in self._turns.next(action.stage, partial(self._parts, action.stage)):
-            self._add([module])
-            if is_last:
-                self._unfinished[action.stage].difference_update(module.parameters(recurse=False))
-
-    def _parts(self, stage: int, ends: Sequence[int]) -> list[list[tuple[Any, bool]]]:
-        """Divide the stored work of a stage; tell of each item whether it is its module's last."""
-        work = list(chain.from_iterable(self._stored.pop(stage)))
-        self._unfinished[stage] = {p for m in work for p in m.parameters(recurse=False)}
-        return by_parameter(
-            work,
-            lambda module: module,
-            _num_parameters,
-            ends,
-            lambda module: self._turns.spread(stage, module.parameters(recurse=False)),
-        )
-
-    def _add(self, modules: Iterable[Any]) -> None:
-        """Compute the oldest weight gradients of some modules; DDP's hooks accumulate them."""
-        for module in modules:
+        for module in items:
             put_off = {p for p in module.parameters(recurse=False) if p in self._put_off}
             _compute_delayed(module, put_off)
             for parameter in put_off:
@@ -187,10 +145,6 @@ def _splittable(chunk: torch.nn.Module) -> Iterator[Any]:
 
 def _all(modules: Mapping[int, list[Any]]) -> Iterator[Any]:
     return (module for of_stage in modules.values() for module in of_stage)
-
-
-def _num_parameters(module: Any) -> int:
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def _num_stored(module: Any) -> int:

@@ -1,0 +1,67 @@
+"""What begins and ends in an iteration, as features tell it to the recorder of a trace.
+
+Keeps one invariant: a run without a trace loads no recorder. Its features tell `UNHEARD`.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from megatron.fold3d.plan.ir import Action
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.device import Launched
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Events:
+    """The events of this rank; these are dropped, and those of a `Recorder` are kept.
+
+    Attributes:
+        is_on: whether the iteration that runs is recorded.
+        running: the action of the executor that runs, where its name is of use inside of it.
+    """
+
+    running: Action | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """True while an iteration is being recorded."""
+        return False
+
+    def span(self, name: object, kind: str) -> AbstractContextManager[None]:
+        """Return a context that records its block, from begin to end on the current stream."""
+        return _NOTHING
+
+    def open_span(self, name: object, kind: str) -> Callable[[], None]:
+        """Begin an event on the current stream; call the returned function at its end."""
+        return no_end
+
+    def count(self, name: str, amount: float) -> None:
+        """Add ``amount`` to one of the iteration's counters."""
+
+    def collective(
+        self, name: object, kind: str, launch: "Callable[[], Iterable[Launched]]"
+    ) -> Callable[[], None]:
+        """Record a collective from its launch until it is done, without waiting for it.
+
+        Args:
+            name: the name of the event.
+            kind: the kind of the event.
+            launch: starts it and returns its works in flight, or an empty list if it is done.
+
+        Returns:
+            A function to call once the collective has been waited for: it ends the event if the
+            works cannot report their own end.
+        """
+        launch()
+        return no_end
+
+
+def no_end() -> None:
+    """Do nothing: the end of an event that is not recorded."""
+
+
+UNHEARD = Events()
+"""Events of a run without a trace."""
