@@ -20,13 +20,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron.fold3d.plan.ir import Action, Plan
 from megatron.fold3d.plan.ops import COMPUTE_OPS, FORTH
-from megatron.fold3d.policy.offload_choice import CAUTION
 from megatron.fold3d.policy.recompute_choice import (
     CountsChoice,
     StageBytes,
     fewest_counts,
     peak_if_all_recomputed,
 )
+from megatron.fold3d.policy.usable_memory import usable_bytes
 from megatron.fold3d.runtime.device import free_device_bytes, held_device_bytes, peak_device_bytes
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.measure.saved_bytes import SavedBytes
@@ -172,7 +172,7 @@ class MeasuredCounts(Feature):
         ]
         rows = list(zip(held, self._found, strict=True))
         self._limits = [
-            bytes_ + CAUTION * max(0, found.spare_bytes or 0)
+            bytes_ + usable_bytes(found.spare_bytes or 0)
             if self._limit_bytes is None
             else self._limit_bytes
             for bytes_, found in rows
