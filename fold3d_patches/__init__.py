@@ -319,7 +319,7 @@ def _dp_sync(run: _Run) -> "Part":
     features = [
         DPSync(run.recorder, side=run.side, due=due, replicated=replicated, second_lane=second_lane)
     ]
-    if config.measures_times:
+    if config.measuring_flag:
         from fold3d_patches.schedule import noted_step
         from megatron.fold3d.predict.search.measured_search import measured_search
         from megatron.fold3d.runtime.auto_schedule import AutoSchedule

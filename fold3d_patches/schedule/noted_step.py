@@ -2,8 +2,8 @@
 
 Why: ``--schedule auto`` compares the times of iterations that end with an optimizer step, but
     Megatron may skip a step, or run an iteration again before it.
-Change: the end of each step is noted, and whether it was taken. If another patch replaces the step,
-    this one wraps it.
+Change: begin and end of each step are noted, and whether it was taken. If another patch replaces
+    the step, this one wraps it.
 Remove when: Megatron calls a hook after the optimizer step.
 """
 
@@ -29,9 +29,7 @@ def patch(auto: "AutoSchedule", inner: Patch | None = None) -> Patch:
         take = upstream if inner is None else inner.make(upstream)
 
         def step(self: Any) -> Any:
-            outcome = take(self)
-            auto.note_step(taken=bool(outcome[0]))
-            return outcome
+            return auto.step(lambda: take(self))
 
         return step
 

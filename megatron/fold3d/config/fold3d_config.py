@@ -190,10 +190,16 @@ class Fold3DConfig:
         )
 
     @property
-    def measures_times(self) -> bool:
-        """Whether measured times choose anything of the choice."""
-        chooses = self.schedule == "auto" or self.auto_replicates or self.auto_share
-        return chooses or self.auto_ahead or self.auto_weight_grads
+    def measuring_flag(self) -> str:
+        """What leaves something of the choice to measured times; empty if nothing does."""
+        table = (
+            ("--schedule auto", self.schedule == "auto"),
+            ("step=next", self.auto_share),
+            ("optimizer=auto", self.auto_replicates),
+            ("ahead=auto", self.auto_ahead),
+            ("wgrad=gaps", self.auto_weight_grads),
+        )
+        return next((flag for flag, chooses in table if chooses), "")
 
     def free(self, num_replicas: int) -> dict[str, tuple[str, ...]]:
         """Return the values of each key of a segment that measured times choose."""
