@@ -302,7 +302,7 @@ def _dp_sync(run: _Run) -> "Part":
         from megatron.fold3d.runtime.grad_sync.second_lane import SecondLane
 
         features.append(SecondLane(run.timeout))
-    if config.measures_times:
+    if config.measuring_flag:
         from megatron.fold3d.predict.search.measured_search import measured_search
         from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 

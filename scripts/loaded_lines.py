@@ -10,7 +10,8 @@ when the patches of the schedule are installed. A capability that is off should 
 
 trains four CPU ranks with deferred steps, delayed weight gradients and the distributed optimizer,
 and clips. It prints the files whose functions run for one stage from its last backward to its step:
-what a gradient passes.
+what a gradient passes. With ``--called auto`` the ranks run ``--schedule auto`` instead, and the
+files are those between what is measured and the plan that is chosen.
 """
 
 import argparse
@@ -19,21 +20,24 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("megatron.fold3d", "fold3d_patches")
-DEFERRED = (
+SMALL = (
     "--device cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --mock-data --tokenizer-type NullTokenizer --vocab-size 63 "
-    "--num-workers 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-2 "
-    "--eval-iters 0 --eval-interval 9 --pipeline-model-parallel-size 2 --segments 2 "
+    "--num-workers 0 --micro-batch-size 1 --global-batch-size 8 --lr 1e-2 "
+    "--eval-iters 0 --eval-interval 19 --pipeline-model-parallel-size 2 --segments 2 "
     "--overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather --clip-grad 100 "
-    "--schedule aiao:step=next:share=0.5:wgrad=last@1"
 )
+TRAINED = {
+    "gradient": "--train-iters 4 --schedule aiao:step=next:share=0.5:wgrad=last@1",
+    "auto": "--train-iters 12 --schedule auto",
+}
 
 
 def loaded_lines() -> dict[str, int]:
@@ -69,13 +73,24 @@ def load_schedule(**options: Any) -> None:
     install_schedule(config, num_microbatches=2).close()
 
 
-def called_files() -> list[str]:
-    """Train as one of the ranks, and return the files that rank 0 called for its last stage."""
+def watch(run: Callable[..., Any], files: set[str]) -> Callable[..., Any]:
+    """Return a function that calls ``run``, and adds the files of all functions called in it."""
+
+    def watched(*args: Any, **options: Any) -> Any:
+        sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
+        try:
+            return run(*args, **options)
+        finally:
+            sys.setprofile(None)
+
+    return watched
+
+
+def watch_gradient(files: set[str]) -> None:
+    """Watch the last stage, from its last backward to its step."""
     from megatron.fold3d.plan.ir import Op
     from megatron.fold3d.runtime import executor
-    from megatron.fold3d.training.launch import train
 
-    files: set[str] = set()
     table = executor._table
 
     def watched(features: Any, iteration: Any, innermost: Any) -> Any:
@@ -85,34 +100,43 @@ def called_files() -> list[str]:
         steps = [a for a in program if a.stage == stage and a.op is Op.STEP]
         passed = {*(a for a in program[last:] if a.stage == stage), *steps}
 
-        def watch(handler: Any) -> Any:
-            def handle(action: Any) -> None:
-                if iteration.trains and action in passed:
-                    sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
-                try:
-                    handler(action)
-                finally:
-                    sys.setprofile(None)
+        def handle(handler: Any) -> Any:
+            seen = watch(handler, files)
+            return lambda a: (seen if iteration.trains and a in passed else handler)(a)
 
-            return handle
-
-        return {op: watch(handler) for op, handler in table(features, iteration, innermost).items()}
+        return {op: handle(each) for op, each in table(features, iteration, innermost).items()}
 
     executor._table = watched
-    if code := train(DEFERRED.split(), "gpt"):
+
+
+def watch_auto(files: set[str]) -> None:
+    """Watch what chooses, from the measured times to the plan that runs from then on."""
+    from megatron.fold3d.runtime.auto_schedule import AutoSchedule
+
+    for name in ("prepare", "choose_plan"):
+        setattr(AutoSchedule, name, watch(getattr(AutoSchedule, name), files))
+
+
+def called_files(what: str) -> list[str]:
+    """Train as one of the ranks, and return the files of what rank 0 called."""
+    from megatron.fold3d.training.launch import train
+
+    files: set[str] = set()
+    (watch_gradient if what == "gradient" else watch_auto)(files)
+    if code := train([*SMALL.split(), *TRAINED[what].split()], "gpt"):
         sys.exit(code)
     ours = {ROOT / package.replace(".", "/") for package in PACKAGES}
     paths = {Path(file).resolve() for file in files}
     return sorted(str(path.relative_to(ROOT)) for path in paths if ours & set(path.parents))
 
 
-def print_called() -> None:
+def print_called(what: str) -> None:
     """Start the ranks, of which the first prints the files."""
     if "RANK" not in os.environ:
         ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
         quiet = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         done = subprocess.run(
-            [*ranks, str(Path(__file__)), "--called"],
+            [*ranks, str(Path(__file__)), "--called", what],
             cwd=ROOT,
             env=quiet,
             capture_output=True,
@@ -121,7 +145,7 @@ def print_called() -> None:
         )
         print(done.stdout.partition("\f")[2] or done.stderr, end="")
         sys.exit(done.returncode)
-    files = called_files()
+    files = called_files(what)
     if os.environ["RANK"] == "0":
         print("\f" + "\n".join(files))
         print(f"{len(files)} files")
@@ -133,11 +157,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--offload-activations", choices=("off", "auto", "on"), default="off")
     parser.add_argument("--preemptive-comm", action="store_true")
     parser.add_argument("--lazy-inter-segment", action="store_true")
-    parser.add_argument("--called", action="store_true", help="what a gradient passes instead")
+    parser.add_argument(
+        "--called", nargs="?", choices=TRAINED, const="gradient", help="what is called instead"
+    )
     options = vars(parser.parse_args(argv))
-    if options.pop("called"):
+    if called := options.pop("called"):
         sys.path.insert(0, str(ROOT))
-        print_called()
+        print_called(called)
         return
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)  # Megatron's training logs to stdout

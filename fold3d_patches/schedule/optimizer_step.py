@@ -9,8 +9,9 @@ Change: with ``step=next``, a model chunk whose DP.sync reaches into the next it
     skipped stays Megatron's own.
     With ``optimizer=replicated``, each replica steps all shards of some segments, so that they need
     no all-gather.
-    With ``--schedule auto``, which compares the times of iterations that end with a step, the end
-    of each is noted, and whether it was taken: Megatron may skip it, or run an iteration again.
+    With ``--schedule auto``, which compares the times of iterations that end with a step, begin
+    and end of each are noted, and whether it was taken: Megatron may skip it, or run an iteration
+    again.
 Remove when: Megatron's optimizer steps model chunks one by one, lets each chunk choose whether its
     optimizer is sharded, and calls a hook behind a step.
 """
@@ -92,8 +93,6 @@ def _widened(upstream: Step, replicated: "ReplicatedSegments") -> Step:
 
 def _noted(upstream: Step, auto: "AutoSchedule") -> Step:
     def step(self: Any) -> Any:
-        outcome = upstream(self)
-        auto.note_step(taken=bool(outcome[0]))
-        return outcome
+        return auto.step(lambda: upstream(self))
 
     return step

@@ -48,10 +48,14 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[s
     assert differences(*_comparable(ours, _stock(num_ranks, row.command("--schedule stock")))) == []
     assert told[1] == []  # one rank tells
     if tried:
-        *shares, trial, chosen = told[0]
-        assert len(shares) == any("step=next" in word for word in tried)
-        assert trial.startswith(f"--schedule auto tries {tried[0]}")
-        assert chosen.startswith("from now on, as --schedule auto chose: aiao")
+        took = ["0.1", "s", "0.1", "s"]
+        measured, head, first, *others = told[0][-1].splitlines()
+        assert measured.startswith("--schedule auto measured F ")
+        assert head.split() == ["choice", "predicted", "took"]
+        assert first.split()[3:] == ["0.3", "s"]
+        assert [line.split()[0] for line in others] == [*tried]
+        assert others[0].split()[1:6] in ([*took, "kept"], [*took, "kept;"])
+        assert ("shares" in others[0]) is ("step=next" in tried[0])
 
 
 def test_sums_of_four_replicas_may_be_rounded_otherwise_and_that_is_told() -> None:
@@ -72,8 +76,8 @@ def test_sums_of_four_replicas_may_be_rounded_otherwise_and_that_is_told() -> No
         )
         assert losses == pytest.approx(expected, rel=1e-6)  # fp32 keeps seven digits
         if told:
-            assert "adds up the gradients of 4 replicas in another order" in told[2]
-            assert told[3].endswith("iterations took 1f1b: 0.3 s, 1f1b:step=next: 0.1 s")
+            assert "adds up the gradients of 4 replicas in another order" in told[0]
+            assert told[1].splitlines()[-1].startswith("  1f1b:step=next  0.1 s      0.1 s  kept")
 
 
 def test_four_replicas_keep_stocks_sums_with_deterministic_mode(
@@ -85,7 +89,7 @@ def test_four_replicas_keep_stocks_sums_with_deterministic_mode(
     runs = run_distributed(train_and_choose, 4, row.command(row.ours), ("1f1b:wgrad=last",))
     ours, told = zip(*runs, strict=True)
     assert differences(*_comparable(ours, _stock(4, row.command("--schedule stock")))) == []
-    assert told[0][0].startswith("--schedule auto tries 1f1b:wgrad=last, predicted ")
+    assert told[0][0].splitlines()[-1].startswith("  1f1b:wgrad=last  0.1 s      0.1 s  kept")
     assert "another order" not in " ".join(told[0])
 
 
@@ -108,12 +112,13 @@ def train_and_choose(argv: Sequence[str], tried: Sequence[str]) -> tuple[Heard, 
             found.append(Predicted(choice=choice, order=order, shares=shares, seconds=0.1))
         return found
 
-    note_step = auto_schedule.AutoSchedule.note_step
+    step = auto_schedule.AutoSchedule.step
 
-    def noted(self: Any, *, taken: bool) -> None:
-        note_step(self, taken=taken)
+    def noted(self: Any, take: Any) -> Any:
+        outcome = step(self, take)
         if self._took_s is not None:
             self._took_s = (0.3, 0.1, 0.2)[self._index]
+        return outcome
 
     told: list[str] = []
 
@@ -123,7 +128,7 @@ def train_and_choose(argv: Sequence[str], tried: Sequence[str]) -> tuple[Heard, 
 
     if tried:
         Descent.to_try = to_try
-        auto_schedule.AutoSchedule.note_step = noted
+        auto_schedule.AutoSchedule.step = noted
     auto_schedule.logger.setLevel(logging.INFO)
     auto_schedule.logger.addHandler(Listener())
     return train_and_listen(argv), told

@@ -302,15 +302,13 @@ def test_shares_that_follow_measured_times_change_no_result(
     )
     assert differences(*_comparable(trained, _stock(4, row.command("--schedule stock")))) == []
     # One rank tells the shares of all four stages, and of what.
-    assert [len(told) for told in decided] == [2, 0, 0, 0]
-    shares, choice = decided[0]
-    assert shares.startswith(
-        "shares of DP.sync that start behind a stage's backwards, as step=next"
-    )
-    assert shares.count(".") == 1 + 4
-    assert choice.startswith(
-        f"from now on, as step=next chose: {ours.removeprefix('--schedule ')}; nothing"
-    )
+    assert [len(told) for told in decided] == [1, 0, 0, 0]
+    measured, _, choice, nothing = decided[0][0].splitlines()
+    assert measured.startswith("step=next measured F ")
+    assert choice.split()[0] == ours.removeprefix("--schedule ")
+    shares = choice.partition("kept; shares of DP.sync behind a stage's backwards ")[2]
+    assert len(shares.split(", ")) == 4
+    assert nothing.endswith("nothing else that fits is predicted to be faster")
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,10 +94,11 @@ def test_auto_keeps_what_was_faster_and_changes_no_result(with_s: float) -> None
         *run_distributed(train_and_choose, 2, AUTO.command(AUTO.ours), with_s), strict=True
     )
     assert differences(ours, _reference(2, AUTO.command(STOCK))) == []
-    predicted, judged = told[0]
-    assert predicted.startswith("optimizer=auto tries 1f1b:optimizer=replicated, predicted 0.1 s")
-    kept = "" if with_s else ":optimizer=replicated"
-    assert judged.startswith(f"from now on, as optimizer=auto chose: 1f1b{kept}; iterations took")
+    (table,) = told[0]
+    assert table.startswith("optimizer=auto measured F ")
+    first, tried = table.splitlines()[-2:]
+    assert tried.split()[:3] == ["1f1b:optimizer=replicated", "0.1", "s"]
+    assert (first.endswith("kept"), tried.endswith("kept")) == (with_s > 0, with_s == 0)
     assert told[1] == []  # one rank tells
 
 
@@ -113,12 +114,13 @@ def train_and_choose(argv: Sequence[str], with_s: float) -> tuple[Record, list[s
         whole = self.first.choice.changed((0,), optimizer="replicated")
         return [replace(self.first, choice=whole, seconds=0.1)]
 
-    note_step = auto_schedule.AutoSchedule.note_step
+    step = auto_schedule.AutoSchedule.step
 
-    def noted(self: Any, *, taken: bool) -> None:
-        note_step(self, taken=taken)
+    def noted(self: Any, take: Any) -> Any:
+        outcome = step(self, take)
         if self._took_s is not None and self._index:
             self._took_s = with_s
+        return outcome
 
     told: list[str] = []
 
@@ -127,7 +129,7 @@ def train_and_choose(argv: Sequence[str], with_s: float) -> tuple[Record, list[s
             told.append(record.getMessage())
 
     Descent.to_try = to_try
-    auto_schedule.AutoSchedule.note_step = noted
+    auto_schedule.AutoSchedule.step = noted
     auto_schedule.logger.setLevel(logging.INFO)
     auto_schedule.logger.addHandler(Listener())
     return train(argv), told

@@ -1,6 +1,7 @@
 """When ``--schedule auto`` times, compares and changes what runs; no process group is made."""
 
 from dataclasses import replace
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,14 @@ import torch
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.plan.ir import Op, PlanError
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.runtime import auto_schedule
-from megatron.fold3d.runtime.auto_schedule import AutoSchedule, _Trial
+from megatron.fold3d.runtime.auto_schedule import AutoSchedule
+from megatron.fold3d.runtime.measure import run_recorder
 from megatron.fold3d.runtime.plans import Plans
+from megatron.fold3d.runtime.trial import Trial
 from tests.configs import CONFIG
 from tests.plans import planned
 
@@ -42,16 +46,16 @@ class Run:
         )
         self.names: list[str] = []  # of what ran, iteration by iteration
         self._defers = defers
-        monkeypatch.setattr(auto_schedule, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(run_recorder, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         monkeypatch.setattr(auto_schedule.dist, "all_reduce", lambda *_: None)
         monkeypatch.setattr(auto_schedule.dist, "get_rank", lambda: 0)
-        monkeypatch.setattr(self.auto._times, "agreed", lambda _: "times")
+        monkeypatch.setattr(self.auto._recorder, "agreed", lambda _: "times")
         monkeypatch.setattr(self.auto, "decide", self._decide)
 
     def _decide(self, _: Any, iteration: Any) -> None:
         m = iteration.plan.num_microbatches
         some = [choice("interleaved", m), choice("aiao", m, defers=self._defers), choice("afab", m)]
-        self.auto._trials[m] = _Trial(some)
+        self.auto._trials[m] = Trial(some, "what it takes")
 
     def iterate(
         self,
@@ -78,7 +82,7 @@ class Run:
         name = "interleaved" if chosen is None else chosen.choice.order
         self.now_s += seconds[name] if isinstance(seconds, dict) else seconds
         if ends:
-            self.auto.note_step(taken=taken)
+            self.auto.step(lambda: (taken,))
         if waits and chosen is not None and chosen.choice.carries:
             self.deferred.is_free = False
         self.now_s += 100  # an evaluation, a checkpoint
@@ -183,6 +187,48 @@ def test_evaluations_behind_each_iteration_do_not_keep_the_trial_from_its_end(mo
     run.iterations(4, SECONDS)
     run.deferred.has_due = False
     assert run.iterations(10, SECONDS) == ["aiao"] * 6 + ["afab"] * 3 + ["aiao"]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), PlanError("no plan")])
+def test_an_error_of_what_is_tried_names_it_and_how_to_train_without_it(run: Run, error: Exception):
+    run.iterations(4, 1.0)
+    run.auto.close(error)
+    assert not hasattr(error, "__notes__")  # the first choice is the user's
+    assert run.iterate(1.0) == "aiao"
+    run.auto.close(error)
+    assert error.__notes__ == [
+        "--schedule auto was running aiao; give --schedule interleaved to train without it"
+    ]
+    other = RuntimeError("a link is down")
+    run.auto.close(other)
+    assert not hasattr(other, "__notes__")
+
+
+def test_a_first_choice_that_has_no_room_fills_no_gaps():
+    config = replace(AUTO, choice=Choice.parse("1f1b:wgrad=gaps", 1), auto={"wgrad"})
+    plans = Plans(config)
+    full = Predicted(choice=config.choice, order=plans.order(4), seconds=inf)
+    assert full.order.has(Op.WEIGHT)
+    found: Any = SimpleNamespace(first=full, to_try=list)
+    auto = AutoSchedule(config, plans, lambda *_, **__: found)
+    (kept,) = auto._predicted(auto._search, 4, 1)
+    assert not kept.order.has(Op.WEIGHT)
+
+
+def test_one_table_says_what_was_measured_predicted_tried_and_kept(
+    run: Run, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level("INFO"):
+        run.iterations(11, SECONDS)
+    assert [record.getMessage().splitlines() for record in caplog.records] == [
+        [
+            "--schedule auto measured what it takes",
+            "  choice       predicted  took",
+            "  interleaved  1 s        2 s",
+            "  aiao         1 s        1 s    kept",
+            "  afab         1 s        2.5 s",
+        ]
+    ]
 
 
 def test_plans_are_lowered_as_chosen():

@@ -117,9 +117,13 @@ class Fold3DConfig:
         return tuple(number for number, segment in segments if segment.wgrad != "backward")
 
     @property
-    def measures_times(self) -> bool:
-        """Whether measured times choose anything of the choice."""
-        return self.choice.order == "auto" or bool(self.auto)
+    def measuring_flag(self) -> str:
+        """What leaves something of the choice to measured times; empty if nothing does."""
+        if self.choice.order == "auto":
+            return "--schedule auto"
+        flags = {"share": "step=next", "optimizer": "optimizer=auto", "ahead": "ahead=auto"}
+        flags["wgrad"] = "wgrad=gaps"
+        return next((flag for key, flag in flags.items() if key in self.auto), "")
 
     def free(self, num_replicas: int) -> dict[str, tuple[str, ...]]:
         """Return the values of each key of a segment that measured times choose."""

@@ -1,8 +1,35 @@
 """A run's measurements of its computations, links and memory; equal on all ranks."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import Self
 
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
+
+_LEAST_S = 1e-9  # no clock sees less
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a message takes on a lane: its latency, and then so much for each byte."""
+
+    s_per_byte: float = 0.0
+    latency_s: float = 0.0
+
+    @classmethod
+    def through(cls, small: tuple[float, float], large: tuple[float, float]) -> Self:
+        """Return the line through two messages, each its bytes and its seconds."""
+        (few, few_s), (many, many_s) = small, large
+        s_per_byte = max(_LEAST_S, many_s - few_s) / (many - few)
+        return cls(s_per_byte, max(0.0, few_s - s_per_byte * few))
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return what a message of so many bytes takes."""
+        return self.latency_s + num_bytes * self.s_per_byte
+
+    def __str__(self) -> str:
+        return f"{self.s_per_byte * 1e9:.3g} ns a byte after {self.latency_s * 1e3:.3g} ms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,14 +41,25 @@ class MeasuredTimes:
     """Without recomputation and weight gradients that have their own actions in the plan."""
     recompute_s: tuple[float, ...]
     weight_s: tuple[float, ...]
+    optimizer_s: tuple[float, ...] = ()
+    """The update of a stage's parameters; zero if no step was measured."""
     transfer_s: float
-    """One message, measured while every rank sends one to the next."""
+    """One message without its latency, measured while every rank sends one to the next."""
+    transfer_latency_s: float = 0.0
     grad_sync_s: tuple[float, ...]
-    """DP.sync of a stage's gradients."""
+    """DP.sync of a stage's gradients, as an all-reduce with its latency."""
+    param_gather_s: tuple[float, ...] = ()
+    """The all-gather of a stage's parameters with its latency; empty if not measured."""
+    lanes: Mapping[str, Line] = field(default_factory=dict)
+    """What was measured of each lane, by its name in prose; zero where the run has none."""
     rings_are_buffered: bool = False
     """Whether a message slows DP.sync down in its own direction alone."""
     held: HeldSizes | None = None
     """Bytes; None if the device does not report its memory, as on a CPU."""
+    room_bytes: float = inf
+    """What the fullest rank may take more than it did."""
+    other_shard_bytes: tuple[float, ...] = ()
+    """By segment, what a rank takes more if every replica steps the segment in full."""
 
     def __str__(self) -> str:
         named = {
@@ -29,7 +67,10 @@ class MeasuredTimes:
             "B": max(self.backward_s),
             "R": max(self.recompute_s),
             "W": max(self.weight_s),
-            "transfer": self.transfer_s,
+            "step": max(self.optimizer_s, default=0.0),
+            "transfer": self.transfer_s + self.transfer_latency_s,
             "DP.sync": max(self.grad_sync_s),
         }
-        return ", ".join(f"{name} {s * 1e3:.3g} ms" for name, s in named.items() if s)
+        of_stage = [f"{name} {s * 1e3:.3g} ms" for name, s in named.items() if s]
+        of_lanes = [f"{name} {line}" for name, line in self.lanes.items() if line.s_per_byte]
+        return ", ".join(of_stage + of_lanes)

@@ -11,11 +11,10 @@ from megatron.fold3d.plan.ir import Op, Plan, Program
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.policy.copy_streams import CopyStreams
+from megatron.fold3d.policy.usable_memory import usable_bytes
 
 logger = logging.getLogger(__name__)
 
-CAUTION = 0.9
-"""Usable part of spare memory; the rest is for fragmentation, other processes and variation."""
 _HIDDEN = 0.01  # waits for copies below this share of compute time count as none
 _MOST_DEPTH = 8
 
@@ -47,7 +46,7 @@ class OffloadTimes:
         """The number of activations that the device has memory for; None means any number."""
         if self.spare_bytes is None:
             return None
-        return self.held + max(0, int(self.spare_bytes * CAUTION)) // self.activation_bytes
+        return self.held + int(usable_bytes(self.spare_bytes)) // self.activation_bytes
 
 
 def offloaded(program: Program, choice: OffloadChoice) -> Program:

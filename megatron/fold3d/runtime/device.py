@@ -196,16 +196,19 @@ def device_bytes(device: torch.device) -> int | None:
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a GPU that tensors have never used so far; None on a CPU.
+    """Return the bytes of a GPU that a run may take beyond its peak so far; None on a CPU.
 
-    Memory of other processes, NCCL and CUDA itself is not counted as free.
+    Memory of other processes, NCCL and CUDA itself is used. What the caching allocator has reserved
+    is used too, unless it is reusable. Whole segments that the peak leaves over are: the allocator
+    returns them to the driver before it fails. The free pieces of segments that tensors occupy in
+    part are not: they hold only what is no larger than they are.
     """
     if device.type != "cuda":
         return None
-    total = int(torch.cuda.get_device_properties(device).total_memory)
     free, _ = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)  # CUDA itself, NCCL, other processes
-    return total - others - torch.cuda.max_memory_allocated(device)
+    pieces = torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0)
+    peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
+    return int(free + max(0, reserved - pieces - peak))
 
 
 def held_device_bytes(device: torch.device) -> int | None:

@@ -11,25 +11,24 @@ Keeps one invariant: all replicas recompute the same layers, since recomputation
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron.fold3d.plan.ir import Action, Plan
 from megatron.fold3d.plan.ops import COMPUTE_OPS, FORTH
-from megatron.fold3d.policy.offload_choice import CAUTION
 from megatron.fold3d.policy.recompute_choice import (
     CountsChoice,
     StageBytes,
     fewest_counts,
     peak_if_all_recomputed,
 )
+from megatron.fold3d.policy.usable_memory import usable_bytes
 from megatron.fold3d.runtime.device import free_device_bytes, held_device_bytes, peak_device_bytes
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
+from megatron.fold3d.runtime.measure.run_recorder import RunRecorder
 from megatron.fold3d.runtime.measure.saved_bytes import SavedBytes
+from megatron.fold3d.runtime.measure.timing import gathered
 from megatron.fold3d.runtime.recompute_counts import blocks_of, recompute_first
 
 logger = logging.getLogger(__name__)
@@ -37,23 +36,6 @@ logger = logging.getLogger(__name__)
 # A backward saves a few numbers more, such as the scale of the loss: one block of an allocator.
 _SCALARS = 512
 _ALL, _ALL_BUT_ONE = 1, 2  # forwards of a stage, counted from 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """The measurements of a pipeline rank, or of all its replicas.
-
-    Attributes:
-        rank: the pipeline rank.
-        stages: its own.
-        spare_bytes: device memory that was never used so far; None on a CPU.
-        peak_bytes: the most that tensors have taken on the device; 0 on a CPU.
-    """
-
-    rank: int
-    stages: Mapping[int, StageBytes]
-    spare_bytes: int | None
-    peak_bytes: int
 
 
 class MeasuredCounts(Feature):
@@ -70,9 +52,9 @@ class MeasuredCounts(Feature):
         self._blocks: dict[int, list[TransformerBlock]] = {}  # by stage
         self._forwards: Counter[int] = Counter()
         self._left: dict[tuple[int, int], int] = {}  # bytes, by stage and number of its forward
-        self._found: Sequence[_Found] = ()  # by pipeline rank
-        self._limits: Sequence[float] = ()
-        self._beside: Sequence[float] = ()  # what the device holds beside saved activations
+        self._stages: list[Mapping[int, StageBytes]] = []  # by pipeline rank
+        self._limits: list[float] = []
+        self._beside: list[float] = []  # what the device holds beside saved activations
         self._choices: dict[Plan, Sequence[CountsChoice]] = {}
         self._predicted: Sequence[CountsChoice] = ()  # of the iteration whose peak is measured
         self._meter: SavedBytes | None = None
@@ -90,7 +72,7 @@ class MeasuredCounts(Feature):
             self._blocks = blocks_of(iteration)
             for stage in self._blocks:
                 self._recompute(stage, self._layers(stage))
-        if not self._found:
+        if not self._stages:
             if any(self._forwards[stage] <= _ALL_BUT_ONE for stage in self._blocks):
                 return
             self._agree(iteration)
@@ -103,7 +85,7 @@ class MeasuredCounts(Feature):
         """Return handlers that measure: forwards at first, then the peak of one iteration."""
         if not iteration.trains or self._has_told:
             return {}
-        if not self._found:
+        if not self._stages:
             run_forward = inner[FORTH.compute]
             return {FORTH.compute: lambda action: self._measure(iteration, run_forward, action)}
         self._predicted = self._choices[iteration.plan]
@@ -137,56 +119,47 @@ class MeasuredCounts(Feature):
             return
         if number == _ALL_BUT_ONE:
             self._recompute(stage, max(0, layers - 1))
-        before = held_device_bytes(iteration.device)
-        meter = SavedBytes(iteration.chunks) if before is None else None
-        with nullcontext() if meter is None else meter.hooks():
-            run(action)
-        left = meter.now if meter else (held_device_bytes(iteration.device) or 0) - (before or 0)
-        self._left[stage, number] = left
+        recorder = RunRecorder(iteration.device)
+        self._left[stage, number] = recorder.left_bytes(lambda: run(action), iteration.chunks)
         self._recompute(stage, layers)
 
     def _agree(self, iteration: Iteration) -> None:
         """Agree, for each pipeline rank, on its replicas' largest sizes and least free memory."""
-        mine = _Found(
-            rank=iteration.rank,
-            stages={
+        mine = {
+            stage: StageBytes(
+                layers=self._layers(stage),
+                recomputed=self._left[stage, _ALL] + _SCALARS,
+                kept=max(0, self._left[stage, _ALL_BUT_ONE] - self._left[stage, _ALL]),
+            )
+            for stage in self._blocks
+        }
+        free, peak = free_device_bytes(iteration.device), peak_device_bytes(iteration.device)
+        everyones = gathered((iteration.rank, mine, free or 0, peak or 0))
+        for rank, program in enumerate(iteration.plan.programs):
+            replicas = [found[1:] for found in everyones if found[0] == rank]
+            stages, spares, peaks = zip(*replicas, strict=True)
+            largest = {
                 stage: StageBytes(
-                    layers=self._layers(stage),
-                    recomputed=self._left[stage, _ALL] + _SCALARS,
-                    kept=max(0, self._left[stage, _ALL_BUT_ONE] - self._left[stage, _ALL]),
+                    layers=of_first.layers,
+                    recomputed=max(its[stage].recomputed for its in stages),
+                    kept=max(its[stage].kept for its in stages),
                 )
-                for stage in self._blocks
-            },
-            spare_bytes=free_device_bytes(iteration.device),
-            peak_bytes=peak_device_bytes(iteration.device) or 0,
-        )
-        everyones = _gathered(mine)
-        plan = iteration.plan
-        self._found = [
-            _of_replicas([found for found in everyones if found.rank == rank])
-            for rank in range(plan.num_ranks)
-        ]
-        held = [
-            peak_if_all_recomputed(program, found.stages)
-            for program, found in zip(plan.programs, self._found, strict=True)
-        ]
-        rows = list(zip(held, self._found, strict=True))
-        self._limits = [
-            bytes_ + CAUTION * max(0, found.spare_bytes or 0)
-            if self._limit_bytes is None
-            else self._limit_bytes
-            for bytes_, found in rows
-        ]
-        self._beside = [max(0.0, found.peak_bytes - bytes_) for bytes_, found in rows]
+                for stage, of_first in stages[0].items()
+            }
+            held = peak_if_all_recomputed(program, largest)
+            usable = held + usable_bytes(min(spares))
+            self._stages.append(largest)
+            self._limits.append(usable if self._limit_bytes is None else self._limit_bytes)
+            self._beside.append(max(0.0, max(peaks) - held))
 
     def _chosen(self, plan: Plan) -> Sequence[CountsChoice]:
         """Return the choice of each rank for a plan; log it when it is new."""
         if plan not in self._choices:
             choices = []
-            for rank, found in enumerate(self._found):
+            of_ranks = zip(plan.programs, self._stages, self._limits, strict=True)
+            for rank, of_rank in enumerate(of_ranks):
                 try:
-                    limit = self._limits[rank]
-                    choices.append(fewest_counts(plan.programs[rank], found.stages, limit))
+                    choices.append(fewest_counts(*of_rank))
                 except ValueError as error:
                     raise ValueError(f"--recompute-layers auto: rank {rank}: {error}") from None
             self._choices[plan] = choices
@@ -204,11 +177,9 @@ class MeasuredCounts(Feature):
     def _tell(self, iteration: Iteration) -> None:
         """Log the peak of the iteration that has just ended beside what was predicted."""
         self._has_told = True
-        peak = peak_device_bytes(iteration.device)
+        peak = peak_device_bytes(iteration.device) if self._meter is None else self._meter.peak
         peaks: Counter[int] = Counter()
-        for rank, found in _gathered(
-            (iteration.rank, peak if self._meter is None else self._meter.peak)
-        ):
+        for rank, found in gathered((iteration.rank, peak or 0)):
             peaks[rank] = max(peaks[rank], found)
         predicted = [
             choice.peak_bytes + beside
@@ -223,29 +194,6 @@ class MeasuredCounts(Feature):
                 _in_words(predicted),
             )
         self._meter = None
-
-
-def _gathered(mine: Any) -> list[Any]:
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return everyones
-
-
-def _of_replicas(found: Sequence[_Found]) -> _Found:
-    spare = [its.spare_bytes for its in found if its.spare_bytes is not None]
-    return _Found(
-        rank=found[0].rank,
-        stages={
-            stage: StageBytes(
-                layers=of_first.layers,
-                recomputed=max(its.stages[stage].recomputed for its in found),
-                kept=max(its.stages[stage].kept for its in found),
-            )
-            for stage, of_first in found[0].stages.items()
-        },
-        spare_bytes=min(spare, default=None),
-        peak_bytes=max(its.peak_bytes for its in found),
-    )
 
 
 def _by_stage(choices: Sequence[CountsChoice]) -> list[int]:

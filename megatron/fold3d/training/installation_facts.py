@@ -31,7 +31,7 @@ from megatron.fold3d.config.all_flags import add_arguments
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import OFFLOAD_LIBRARY, blocking_settings
 from megatron.fold3d.runtime import preemption
-from megatron.fold3d.runtime.measure import link_speeds, profiler
+from megatron.fold3d.runtime.measure import lanes, layer_rates, link_speeds, timing
 
 _PREEMPTION = Path(preemption.__file__).parent
 _TIMEOUT = timedelta(seconds=120)
@@ -206,13 +206,12 @@ def meet(
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_TIMEOUT)
-    gathered: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, mine)
+    everyones = timing.gathered(mine)
     measured = link_speeds.measure(link_speeds.pairs(dist.get_world_size()), device)
     machine, finding = _machine(device) if measures else ({}, None)
     dist.destroy_process_group()
     others: dict[Finding, int] = {}
-    for rank, findings in enumerate(gathered):
+    for rank, findings in enumerate(everyones):
         for other in findings:
             if other not in mine:
                 others.setdefault(other, rank)
@@ -244,14 +243,9 @@ def _machine(device: torch.device) -> tuple[dict[str, Any], Finding | None]:
         )
         free, total = torch.cuda.mem_get_info(device)
         of_others = float(total - free - torch.cuda.memory_reserved(device))
-    layers, drift = profiler.layer_rates(device)
-    copy_s, memory_s, of_others = profiler.slowest(
-        [
-            1 / profiler.host_copy_bytes_per_s(device),
-            1 / profiler.memory_bytes_per_s(device),
-            of_others,
-        ],
-        device,
+    layers, drift = layer_rates.layer_rates(device)
+    memory_s, of_others = timing.slowest(
+        [1 / layer_rates.memory_bytes_per_s(device), of_others], device
     )
     if device.type == "cuda" and (finding := busy(of_others, drift)) is not None:
         return {}, finding
@@ -260,7 +254,7 @@ def _machine(device: torch.device) -> tuple[dict[str, Any], Finding | None]:
         "num_nodes": dist.get_world_size() // here,
         "gpus_per_node": here,
         "layers": [(*sizes, rate) for sizes, rate in layers],
-        "host_copy_bytes_per_s": 1 / copy_s,
+        "host_copy_bytes_per_s": 1 / lanes.host_copies(device).s_per_byte,
         "device_bytes_per_s": 1 / memory_s,
         "multiprocessors": multiprocessors,
         "memory_bytes": of_device if device.type == "cuda" else memory_bytes / here,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
 from megatron.fold3d.policy.ring_buffers import rings_are_buffered
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
-from megatron.fold3d.runtime.measure import profiler
+from megatron.fold3d.runtime.measure import lanes, timing
 
 _CHANGED = {
     # What would leave something behind, or read it.
@@ -116,17 +116,16 @@ def _measure(args: Namespace, device: torch.device) -> HardwareProfile:
         *_forward_and_backward(layer, shape, dtype, device),
         *_forward_and_backward(first, shape, dtype, device, tokens=tokens),
         *_forward_and_backward(last, shape, dtype, device, labels=tokens),
-        *profiler.message(groups.pp, shape, dtype, device),
-        *profiler.grad_sync(groups.dp_cp, device),
-        1 / profiler.host_copy_bytes_per_s(device),
     ]
-    layer_forward_s, layer_backward_s, *others = profiler.slowest(found, device)
-    first_forward_s, first_backward_s, last_forward_s, last_backward_s, *others = others
-    message_s, latency_s, per_synced_byte_s, sync_latency_s, per_copied_byte_s = others
+    layer_forward_s, layer_backward_s, *others = timing.slowest(found, device)
+    first_forward_s, first_backward_s, last_forward_s, last_backward_s = others
     element_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 else dtype.itemsize
     layer_bytes, last_bytes = (
         element_bytes * sum(p.numel() for p in model.parameters()) for model in (layer, last)
     )
+    hidden_bytes = math.prod(shape) * dtype.itemsize
+    message = lanes.transfers(groups.pp, hidden_bytes, device)
+    grad_sync = lanes.all_reduces(groups.dp_cp, last_bytes, device)
     return HardwareProfile(
         layer_forward_s=layer_forward_s,
         layer_backward_s=layer_backward_s,
@@ -134,16 +133,14 @@ def _measure(args: Namespace, device: torch.device) -> HardwareProfile:
         head_backward_s=max(0.0, last_backward_s - layer_backward_s),
         embedding_forward_s=max(0.0, first_forward_s - layer_forward_s),
         embedding_backward_s=max(0.0, first_backward_s - layer_backward_s),
-        message_s=message_s,
-        message_latency_s=latency_s,
-        grad_sync_s_per_byte=per_synced_byte_s,
-        grad_sync_latency_s=sync_latency_s,
+        message_s=message.s_per_byte * hidden_bytes,
+        message_latency_s=message.latency_s,
+        grad_sync_s_per_byte=grad_sync.s_per_byte,
+        grad_sync_latency_s=grad_sync.latency_s,
         layer_gradient_bytes=layer_bytes,
         head_gradient_bytes=last_bytes - layer_bytes,
-        host_copy_bytes_per_s=1 / per_copied_byte_s,
-        rings_are_buffered=rings_are_buffered(
-            math.prod(shape) * dtype.itemsize, dist.get_backend(groups.dp_cp)
-        ),
+        host_copy_bytes_per_s=1 / lanes.host_copies(device).s_per_byte,
+        rings_are_buffered=rings_are_buffered(hidden_bytes, dist.get_backend(groups.dp_cp)),
     )
 
 
@@ -179,8 +176,8 @@ def _forward_and_backward(
         output = forward()
         output.backward(torch.ones_like(output))
 
-    forward_s = profiler.seconds(forward, device)
-    return forward_s, max(0.0, profiler.seconds(both, device) - forward_s)
+    forward_s = timing.seconds(forward, device)
+    return forward_s, max(0.0, timing.seconds(both, device) - forward_s)
 
 
 def _end_with_parent() -> None:

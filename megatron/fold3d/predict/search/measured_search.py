@@ -58,7 +58,7 @@ def measured_search(
     costs, held = costs_from_times(times), times.held
     if features.gathers_params:
         halves = tuple(s / 2 for s in times.grad_sync_s)
-        gathers = tuple(s * parameter_share for s in halves)
+        gathers = times.param_gather_s or tuple(s * parameter_share for s in halves)
         costs = replace(costs, grad_sync_s=halves, param_gather_s=gathers)
 
     def fits(choice: Choice, plan: Plan) -> bool:
@@ -105,6 +105,8 @@ def costs_from_times(times: MeasuredTimes) -> Costs:
         weight_s=times.weight_s,
         recompute_s=times.recompute_s,
         p2p_s=times.transfer_s,
+        p2p_latency_s=times.transfer_latency_s,
         rings_are_buffered=times.rings_are_buffered,
         grad_sync_s=times.grad_sync_s,
+        optimizer_s=times.optimizer_s,
     )

@@ -4,14 +4,14 @@ All ranks call `measure` together. While one pair is measured the others wait, s
 otherwise idle.
 """
 
-import time
 from collections.abc import Sequence
 from itertools import combinations
-from statistics import median
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from megatron.fold3d.runtime.measure.timing import gathered, seconds
 
 _ALL_PAIRS = 8  # ranks; of more, only neighbours in a ring are measured
 _ROUND_TRIPS, _TRANSFERS = 20, 3
@@ -47,35 +47,31 @@ def measure(chosen: Sequence[tuple[int, int]], device: torch.device) -> list[Lin
             link = _measure(source, target, device)
             if here == source:
                 found.append(link)
-    gathered: list[list[LinkSpeed]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, found)
-    return [LinkSpeed(*link) for links in gathered for link in links]
+    return [link for links in gathered(found) for link in links]
 
 
 def _measure(source: int, target: int, device: torch.device) -> LinkSpeed:
     word = torch.zeros(1, device=device)
     data = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
-    _there_and_back(word, word, source, target)  # connects the two
-    _there_and_back(data, word, source, target)
-    trips_s = [_there_and_back(word, word, source, target) for _ in range(_ROUND_TRIPS)]
-    latency_s = median(trips_s) / 2
-    transfers_s = [_there_and_back(data, word, source, target) for _ in range(_TRANSFERS)]
-    return LinkSpeed(source, target, latency_s, _BYTES / max(1e-9, median(transfers_s) - latency_s))
+
+    def there_and_back_s(there: torch.Tensor, rounds: int) -> float:
+        return seconds(lambda: _there_and_back(there, word, source, target), device, rounds)
+
+    latency_s = there_and_back_s(word, _ROUND_TRIPS) / 2
+    transfer_s = there_and_back_s(data, _TRANSFERS) - latency_s
+    return LinkSpeed(source, target, latency_s, _BYTES / max(1e-9, transfer_s))
 
 
-def _there_and_back(there: torch.Tensor, back: torch.Tensor, source: int, target: int) -> float:
-    """Return the seconds of a round trip, until the host can read the answer.
+def _there_and_back(there: torch.Tensor, back: torch.Tensor, source: int, target: int) -> None:
+    """Make a round trip, and wait until the host can read the answer.
 
     ``source`` sends ``there`` and ``target`` answers with ``back``. Both are contiguous, of any
     shape and on the device; on the other rank each is the receive buffer.
     """
-    start_s = time.perf_counter()
     if dist.get_rank() == source:
         dist.send(there, target)
         dist.recv(back, target)
-        back.item()  # a device's receive is only queued when `recv` returns
     else:
         dist.recv(there, source)
         dist.send(back, source)
-        back.item()
-    return time.perf_counter() - start_s
+    back.item()  # a device's receive is only queued when `recv` returns

@@ -4,10 +4,18 @@ Keeps one invariant: a tensor is unpacked as it was packed, so no result changes
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch
+
+
+def lasting_storages(modules: Iterable[torch.nn.Module]) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of parameters and buffers, which outlive an iteration."""
+    for module in modules:
+        # Megatron's DDP has other things under the name `buffers`.
+        for tensor in chain(module.parameters(), torch.nn.Module.buffers(module)):
+            yield tensor.untyped_storage()
 
 
 class SavedBytes:
@@ -24,12 +32,7 @@ class SavedBytes:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.now = self.peak = 0
         self._views: Counter[int] = Counter()  # saved ones, by storage
-        self._lasting = frozenset(
-            tensor.untyped_storage()._cdata
-            for module in modules
-            # Megatron's DDP has other things under the name `buffers`.
-            for tensor in chain(module.parameters(), torch.nn.Module.buffers(module))
-        )
+        self._lasting = frozenset(storage._cdata for storage in lasting_storages(modules))
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context; the tensors that autograd saves in it count until they are freed."""

@@ -13,7 +13,8 @@ from megatron.fold3d.plan.ir import Program
 from megatron.fold3d.plan.memory import peak_on_host
 from megatron.fold3d.plan.ops import TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
-from megatron.fold3d.policy.offload_choice import CAUTION, offloaded
+from megatron.fold3d.policy.offload_choice import offloaded
+from megatron.fold3d.policy.usable_memory import usable_bytes
 from megatron.fold3d.runtime.offload import host_memory
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, aligned
 
@@ -118,4 +119,4 @@ class HostSlots:
 
     def _room_bytes(self) -> int:
         """Return this rank's share of the host memory that is still available to its node."""
-        return int(host_memory.available_bytes() * CAUTION) // self._num_local
+        return int(usable_bytes(host_memory.available_bytes())) // self._num_local

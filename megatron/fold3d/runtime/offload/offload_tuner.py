@@ -1,16 +1,15 @@
 """Chooses which of a rank's activations are offloaded, and how early, from a measured iteration."""
 
 import logging
-from collections.abc import Callable
 
 import torch
 
-from megatron.fold3d.plan.ir import Op, Program
-from megatron.fold3d.plan.ops import COMPUTE_OPS
+from megatron.fold3d.plan.ir import Program
+from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, TO_DEVICE_OPS, TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.policy.offload_choice import OffloadTimes, choose_offload
 from megatron.fold3d.runtime.device import free_device_bytes
-from megatron.fold3d.runtime.offload.copy_meter import Meter
+from megatron.fold3d.runtime.measure.run_recorder import RunRecorder
 from megatron.fold3d.runtime.offload.host_slots import HostSlots
 
 logger = logging.getLogger(__name__)
@@ -23,31 +22,26 @@ class OffloadTuner:
         device: the device whose clock and memory are measured.
         sparing: offload no more than needed; otherwise all.
         slots: the host memory that receives activations.
+
+    Attributes:
+        recorder: times computations and copies; None once an iteration has been measured.
     """
 
     def __init__(self, device: torch.device, *, sparing: bool, slots: HostSlots) -> None:
         self._device = device
         self._sparing = sparing
         self._slots = slots
-        self._meter = Meter(device)
+        self.recorder: RunRecorder | None = RunRecorder(device)
         self._measured: OffloadTimes | None = None
         # By the number of computations of an iteration, and whether sizes and times are known.
         self._chosen: dict[tuple[int, bool, bool], OffloadChoice] = {}
         self._num_iterations = 0
 
-    @property
-    def is_measuring(self) -> bool:
-        """True until an iteration has been measured."""
-        return self._measured is None
-
-    def clear_times(self) -> None:
+    def begin_iteration(self) -> None:
         """Begin an iteration; drop the times of the one before."""
         self._num_iterations += 1
-        self._meter.clear()
-
-    def time_op(self, op: Op) -> Callable[[], None]:
-        """Start to time ``op`` on the current stream; call the returned function at its end."""
-        return self._meter.time_op(op)
+        if self.recorder is not None:
+            self.recorder.clear()
 
     def choose_for(self, program: Program, peak: int) -> OffloadChoice:
         """Return which of a program's activations to offload, and when.
@@ -56,8 +50,13 @@ class OffloadTuner:
             program: the program of this rank.
             peak: the most activations that the previous iteration held on the device.
         """
-        if self._measured is None and self._num_iterations > 1:
-            self._measured = self._measure(peak)
+        if self.recorder is not None and self._num_iterations > 1:
+            means_s = self.recorder.means_s(
+                FORTH.compute, BACK.compute, *TO_HOST_OPS, *TO_DEVICE_OPS
+            )
+            if means_s is not None:
+                sizes = self._slots.activation_bytes, peak, free_device_bytes(self._device)
+                self._measured, self.recorder = OffloadTimes(*sizes, *means_s), None
         computations = tuple(action for action in program if action.op in COMPUTE_OPS)
         key = len(computations), bool(self._slots.activation_bytes), self._measured is not None
         if key not in self._chosen:
@@ -71,10 +70,3 @@ class OffloadTuner:
                 )
             self._chosen[key] = self._slots.fit_choice(computations, choice)
         return self._chosen[key]
-
-    def _measure(self, peak: int) -> OffloadTimes | None:
-        means_s = self._meter.means_s()
-        if means_s is None:
-            return None
-        largest = self._slots.activation_bytes
-        return OffloadTimes(largest, peak, free_device_bytes(self._device), *means_s)

@@ -21,7 +21,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -32,6 +31,7 @@ from megatron.fold3d.plan.ops import TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.runtime.device import Clock, Mark, runs_behind
 from megatron.fold3d.runtime.events import UNHEARD, Events
+from megatron.fold3d.runtime.measure.saved_bytes import lasting_storages
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.host_slots import HostSlots
 from megatron.fold3d.runtime.offload.offload_tuner import OffloadTuner
@@ -156,17 +156,12 @@ class Offloader:
         self._count_early()
         self._recorder = recorder
         self._recorder.count(_OFFLOADED, 0)  # known where nothing leaves, too
-        self._tuner.clear_times()
+        self._tuner.begin_iteration()
         self._away.clear()
         self._leaving = deque([] for _ in range(self.depth))
         self._travels = frozenset((a.stage, a.microbatch) for a in program if a.op in TO_HOST_OPS)
         self._smallest_bytes = hidden_bytes // _SMALL
-        self._lasting = frozenset(
-            tensor.untyped_storage().data_ptr()
-            for module in modules
-            # Megatron's DDP has other things under the name `buffers`.
-            for tensor in chain(module.parameters(), torch.nn.Module.buffers(module))
-        )
+        self._lasting = frozenset(storage.data_ptr() for storage in lasting_storages(modules))
         self._slots.reserve_program(program)
 
     @contextmanager
@@ -290,8 +285,8 @@ class Offloader:
     def _watch(self, action: Action, kind: str | None = None) -> Callable[[], None]:
         """Note that an action begins; the caller calls the returned function at its end."""
         ends = []
-        if self._tuner.is_measuring and self._travels:
-            ends.append(self._tuner.time_op(action.op))
+        if self._tuner.recorder is not None and self._travels:
+            ends.append(self._tuner.recorder.open_span(action))
         if kind is not None:
             ends.append(self._recorder.open_span(action, kind))
 

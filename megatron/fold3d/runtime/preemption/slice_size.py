@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.policy.slice_bytes import slice_bytes
-from megatron.fold3d.runtime.measure import profiler
+from megatron.fold3d.runtime.measure.lanes import all_reduces, message_s
 
 logger = logging.getLogger(__name__)
 
 _LARGE = 1 << 20  # bytes
-_MANY = 20
 
 
 def measured(
@@ -26,24 +25,17 @@ def measured(
     """
     # The launch cost is the time of a one-element all-reduce. The difference of two sizes would not
     # show it: a link may let the first bytes of each message through at once.
-    element, large = torch.zeros(1, device=device), torch.zeros(_LARGE // 4, device=device)
-
-    def reduce(data: torch.Tensor, times: int) -> float:
-        def work() -> None:
-            for _ in range(times):
-                dist.all_reduce(data, group=dp_group)
-
-        return profiler.seconds(work, device) / times
-
-    cost = profiler.slowest([reduce(large, 1) / _LARGE, reduce(element, _MANY)], device)
-    num_bytes = slice_bytes(transfer_bytes, at_most, *cost)
+    element = torch.zeros(1, device=device)
+    launch_s = message_s(lambda: dist.all_reduce(element, group=dp_group), device)
+    per_byte_s = all_reduces(dp_group, _LARGE, device).s_per_byte
+    num_bytes = slice_bytes(transfer_bytes, at_most, per_byte_s, launch_s)
     if dist.get_rank() == 0:
         logger.info(
             "DP.sync in slices of %s bytes: to start one takes %.3g ms, a byte %.3g ns; "
             "--schedule ...:slice-bytes=%s repeats it",
             num_bytes,
-            1e3 * cost[1],
-            1e9 * cost[0],
+            1e3 * launch_s,
+            1e9 * per_byte_s,
             num_bytes,
         )
     return num_bytes

@@ -1,0 +1,42 @@
+"""How long some work takes on a device, and what all ranks of a job agree on.
+
+All ranks of the job measure at the same time, because they will also compute and send at the same
+time. The slowest rank counts. All ranks call the functions in the same order.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.runtime.device import synchronize
+
+_WARM_UP = 2
+
+
+def seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
+    """Return the median time of ``work``, with the device synchronized before and after it."""
+    times_s = []
+    for _ in range(_WARM_UP + rounds):
+        synchronize(device)
+        start_s = time.perf_counter()
+        work()
+        synchronize(device)
+        times_s.append(time.perf_counter() - start_s)
+    return median(times_s[_WARM_UP:])
+
+
+def slowest(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return the element-wise maximum of ``values`` over all ranks of the job."""
+    found = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [float(value) for value in found.tolist()]
+
+
+def gathered[T](mine: T) -> list[T]:
+    """Return what each rank of the job has found, by rank."""
+    everyones: list[T] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return everyones
