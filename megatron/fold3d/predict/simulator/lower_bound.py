@@ -7,7 +7,7 @@ it may reach into the next iteration, which a step that waits for the norm limit
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.ir import WHOLE, Plan
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.predict.simulator.costs import Costs
 
@@ -157,6 +157,8 @@ class _Rank:
         none = (0.0,) * plan.num_stages
         self.number, self.num_ranks, self.num_stages = number, plan.num_ranks, plan.num_stages
         self.microbatches, self.costs = plan.num_microbatches, costs
+        # Of a chunk's weight gradients, what is left when its first gradients are complete.
+        self.behind_first = self.microbatches * (1 - WHOLE // self.microbatches / WHOLE)
         self.own = range(number, plan.num_stages, plan.num_ranks)
         self.weight_s = costs.weight_s or none
         self.early_s = self.weight_s if any(map(stages_in_parts, plan.programs)) else none
@@ -255,7 +257,7 @@ class _Rank:
         takes longer than to compute them, they overlap as much as they add.
         """
         m, first = self.microbatches, self.number
-        own_s = max((m - 1) * self.early_s[first], self._bucketed_s(first))
+        own_s = max(self.behind_first * self.early_s[first], self._bucketed_s(first))
         others_s = sum(max(0.0, m * self.weight_s[s] - self.reduce_s[s]) for s in self.own[1:])
         return max(0.0, self.reduce_s[first] - own_s - others_s)
 
@@ -267,7 +269,7 @@ class _Rank:
         """Return the shortest computation of a chunk's backwards until its reduction starts."""
         m, backward_s, early_s = self.microbatches, self.costs.backward_s, self.early_s
         return min(
-            min(m * backward_s[s] - self._bucketed_s(s), m * backward_s[s] - (m - 1) * early_s[s])
+            m * backward_s[s] - max(self._bucketed_s(s), self.behind_first * early_s[s])
             for s in self.own
         )
 
