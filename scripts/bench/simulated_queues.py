@@ -106,9 +106,8 @@ def preemption(model: str, gigabits: float, *, sharded: bool) -> str:
 
 def _words(c: Candidate) -> str:
     sizes = f"pp={c.num_ranks} segments={c.num_segments} micro-batch {c.setup.microbatch_size}"
-    share = f" share {c.choice.share or 'auto'}" if c.choice.carries else ""
     sharded = " distributed optimizer" if c.setup.distributed_optimizer else ""
-    return f"{c.name} {sizes} recompute {c.setup.recompute}{share}{sharded}"
+    return f"{c.name} {sizes} recompute {c.setup.recompute}{sharded}"
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_distributed
-from tests.end_to_end.training import Record, differences, train, train_as_planned
+from tests.end_to_end.training import Record, differences, marked, train, train_as_planned
 
 pytestmark = pytest.mark.gloo
 
@@ -721,11 +721,7 @@ ROWS = (
 )
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=[pytest.mark.stress] if row.repeats else []) for row in ROWS],
-    ids=str,
-)
+@pytest.mark.parametrize("row", marked(ROWS), ids=str)
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tmp_path: Path) -> None:
     plan_file = tmp_path / "plan"
     plan_file.write_text(_plan(row.plan))

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from tests.distributed import RankError, run_distributed
-from tests.end_to_end.training import Record, _digest, _exact, as_known, differences, train
+from tests.end_to_end.training import (
+    Record,
+    _digest,
+    _exact,
+    as_known,
+    differences,
+    marked,
+    train,
+)
 
 pytestmark = pytest.mark.gloo
 
@@ -121,10 +129,7 @@ OTHERS = (  # what is of experts alone, in every order
 )
 
 
-OWN = [pytest.param(row, marks=[pytest.mark.stress] if row.repeats else []) for row in ROWS]
-
-
-@pytest.mark.parametrize("row", [*OWN, *OTHERS], ids=str)
+@pytest.mark.parametrize("row", [*marked(ROWS), *OTHERS], ids=str)
 def test_losses_norms_parameters_and_biases_are_those_of_stock(row: Row) -> None:
     ours = run_distributed(trained, row.num_ranks, row.command(row.ours))
     stock = run_distributed(trained, row.num_ranks, row.command(row.stock))

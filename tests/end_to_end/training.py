@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megatron.fold3d.observe.trace_files import Event, RankTrace
@@ -54,6 +55,11 @@ class Record:
     parameters: dict[str, str] = field(default_factory=dict)
     layers: dict[str, str] = field(default_factory=dict)
     optimizer: dict[str, str] = field(default_factory=dict)
+
+
+def marked(rows: Iterable[Any]) -> list[Any]:
+    """Return rows as a test's parameters; those that repeat what others show are `stress`."""
+    return [pytest.param(row, marks=[pytest.mark.stress] if row.repeats else []) for row in rows]
 
 
 def train(argv: Sequence[str], script: str = "pretrain_gpt") -> Record:

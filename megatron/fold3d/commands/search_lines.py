@@ -1,6 +1,7 @@
 """What ``fold3d search`` prints: rows, what the gain rests on, the verdict, flags."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -197,12 +198,8 @@ def _columns(choice: JudgedCandidate) -> tuple[str, ...]:
     """Return what tells a candidate from others: five sizes, then three choices."""
     c, setup = choice.candidate, choice.candidate.setup
     sizes = setup.data_parallel, c.num_ranks, setup.tensor_parallel, c.num_segments
-    share = "" if c.choice.share is None else f":share={c.choice.share}"
-    shared = f", step=next{share}" if c.choice.carries else ""
     sums = "shard" if setup.distributed_optimizer else "whole"
-    name = c.name + shared
-    if c.choice.group not in (None, c.num_microbatches):
-        name += f":group={c.choice.group}"
+    name = c.name
     if setup.context_parallel > 1:
         name += f" cp={setup.context_parallel}"
     if setup.expert_parallel > 1:
@@ -267,7 +264,7 @@ def _sizes_of(choice: JudgedCandidate) -> tuple[tuple[str, object], ...]:
         ("--tp", setup.tensor_parallel),
         ("--pp", c.num_ranks),
         ("--segments", c.num_segments),
-        ("the schedule", c.name.removesuffix(f"+{c.shards}")),
+        ("the schedule", replace(c, shards="off").name),
     )
 
 

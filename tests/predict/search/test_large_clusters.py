@@ -58,7 +58,7 @@ def test_replicated_segments_are_reduced_for_longer_gathered_never_and_held_whol
         b - a
         for a, b in zip(sharded.footprint.static_bytes, found.footprint.static_bytes, strict=True)
     ] == pytest.approx(more)
-    assert replicated.name == "aiao+O1"
+    assert replicated.name == "aiao:optimizer=replicated@1"
     assert "--schedule aiao:optimizer=replicated@1 " in training_flags(SMALL, SLOW, replicated)
 
 

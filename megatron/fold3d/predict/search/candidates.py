@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.passes.pairs import num_pairs
-from megatron.fold3d.plan.schedule_word import STOCK, spelled
+from megatron.fold3d.plan.schedule_word import STOCK
 from megatron.fold3d.plan.schedules import groups_of
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
@@ -93,26 +93,17 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The name of its schedule in tables."""
-        choice = self.choice
-        one_group = self.schedule == "interleaved" and choice.group == self.num_microbatches
-        order = "breadth-first" if one_group else self.schedule
-        apart = [s for s, segment in enumerate(choice.segments) if segment.wgrad != "backward"]
-        delayed = "+Wauto" if choice.fills_gaps else "+W" + spelled(apart) if apart else ""
-        ahead = f"+F{choice.ahead}" if choice.ahead else ""
-        whole = choice.where(optimizer="replicated")
-        sharded = "" if self.shards == "off" else f"+{self.shards}"
-        ours = (
-            sharded
-            + (f"+O{spelled(whole)}" if whole else "")
-            + "+offload" * self.offload
-            + ahead
-            + delayed
-            + "+R" * bool(choice.where(recompute="early"))
-            + "+pairs" * bool(choice.pairs)
-        )
+        """The name of its schedule in tables: what ``--schedule`` takes, and flags beside it."""
+        name, group = str(self.choice), self.choice.group
+        if self.is_stock:
+            in_groups = f":group={group}" if group else ""
+            one_group = group == self.num_microbatches
+            name = "stock breadth-first" if one_group else f"stock {self.schedule}{in_groups}"
+        shards = f" --shard-segments {self.shards}" if self.shards != "off" else ""
+        copies = " --offload-activations on" if self.offload else ""
+        preempts = " --preemptive-comm" if self.preemptive else ""
         placed = "" if self.setup.order == "tp-dp-pp" else f" {self.setup.order}"
-        return "stock " * self.is_stock + order + ours + placed
+        return name + shards + copies + preempts + placed
 
     def most_activations(self, rank: int) -> int:
         """Return how many (segment, micro-batch) activations a rank's device holds at most."""
