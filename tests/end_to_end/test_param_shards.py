@@ -37,7 +37,7 @@ from tests.end_to_end.test_equal_to_stock import (
     Row,
     _reference,
 )
-from tests.end_to_end.training import Record, differences, train, train_as_planned
+from tests.end_to_end.training import Record, differences, marked, train, train_as_planned
 from tests.plans import planned
 
 pytestmark = pytest.mark.gloo
@@ -54,7 +54,9 @@ GRADIENTS = "--shard-segments gradients --schedule aiao"
 FREED_EARLY = "0ALL_GATHER 0F0 0B0 0F1 0B1 0FREE_PARAM_B 0REDUCE_SCATTER 0FREE_GRAD 0STEP"
 
 ROWS = (
-    Row(name="fp32", dp=2, segments=4, m=3, flags=OVERLAP, ours=AIAO, stock=ONE_GROUP),
+    Row(
+        name="fp32", dp=2, segments=4, m=3, flags=OVERLAP, ours=AIAO, stock=ONE_GROUP, repeats=True
+    ),
     Row(name="fp32", dp=2, segments=4, m=3, flags=OVERLAP, ours=GRADIENTS, stock=ONE_GROUP),
     Row(
         name="bf16, recomputed and cut into buckets",
@@ -92,6 +94,7 @@ ROWS = (
         flags=f"{OVERLAP} --bf16 {BUCKETS} {FULL} uniform",
         ours=f"{AIAO}:wgrad=last@1,2",
         stock=ONE_GROUP,
+        repeats=True,
     ),
     Row(
         name="sequence parallelism",
@@ -102,6 +105,7 @@ ROWS = (
         flags=f"{OVERLAP} --bf16 --sequence-parallel",
         ours="--schedule plan=PLAN --shard-segments weights",
         plan=FREED_EARLY.replace("0FREE_GRAD ", ""),
+        repeats=True,
     ),
     Row(
         name="interleaved, offloaded",
@@ -135,6 +139,7 @@ ROWS = (
         flags=f"{OVERLAP} --clip-grad 0",
         ours=f"{AIAO}:step=next:share=0.5",
         stock=ONE_GROUP,
+        repeats=True,
     ),
     Row(
         name="steps that reach into the next iteration",
@@ -267,7 +272,7 @@ def _alive() -> int:
     return sum({s._cdata: s.size() for s in storages if s.size() > _SCALAR_BYTES}.values())
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", marked(ROWS), ids=str)
 def test_it_trains_what_stock_does_and_reads_nothing_that_is_freed(
     row: Row, tmp_path: Path
 ) -> None:
@@ -346,7 +351,7 @@ def train_until_a_gather(argv: Sequence[str]) -> None:
     """
     from megatron.training import training
 
-    train_step, gather = training.train_step, ShardBuffers._gather
+    train_step, gather = training.train_step, ShardBuffers._restore
     steps, gathers = 0, 0
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -365,7 +370,7 @@ def train_until_a_gather(argv: Sequence[str]) -> None:
 
     training.train_step = counting
     if os.environ["RANK"] == "1":
-        ShardBuffers._gather = deadly  # type: ignore[method-assign]
+        ShardBuffers._restore = deadly  # type: ignore[method-assign]
     train(argv)
 
 

@@ -10,7 +10,13 @@ from megatron.fold3d.predict.search.settled import PredictedRun
 
 
 def tries(run: PredictedRun, config: Fold3DConfig) -> tuple[Predicted, ...]:
-    """Return stock's order, and what training is predicted to try behind it.
+    """Return stock's order, and what training is predicted to try behind it."""
+    search = search_of(run, config)
+    return search.first, *search.to_try()
+
+
+def search_of(run: PredictedRun, config: Fold3DConfig) -> Descent:
+    """Return the search that training is predicted to make.
 
     Args:
         run: the run, in stock's order.
@@ -22,8 +28,7 @@ def tries(run: PredictedRun, config: Fold3DConfig) -> tuple[Predicted, ...]:
         if not any(seconds):
             free.pop(key, None)
     orders = orders_worth_trying(run, first, keeps_forwards=config.keeps_forwards)
-    search = Descent(run, Space(orders=orders, free=free, tied=config.ties_embeddings))
-    return search.first, *search.to_try()
+    return Descent(run, Space(orders=orders, free=free, tied=config.ties_embeddings))
 
 
 def lines(stock: Predicted, tried: Sequence[Predicted]) -> Iterator[str]:

@@ -109,6 +109,7 @@ class Descent:
         most_actions: how many are simulated; the first choice is simulated in any case.
 
     Attributes:
+        judge: predicts.
         space: what may be chosen.
         found: what was simulated; None could not run, did not fit, or would have been too much.
     """
@@ -116,7 +117,7 @@ class Descent:
     def __init__(self, judge: Predicts, space: Space, most_actions: int = MOST_ACTIONS) -> None:
         self.found: dict[Choice, Predicted | None] = {}
         self.space = space
-        self._judge, self._left = judge, most_actions
+        self.judge, self._left = judge, most_actions
 
     @cached_property
     def first(self) -> Predicted:
@@ -125,7 +126,7 @@ class Descent:
         Raises:
             PlanError: it cannot run.
         """
-        return self._judge.predicted(self.space.first)
+        return self.judge.predicted(self.space.first)
 
     @property
     def best(self) -> Predicted:
@@ -149,7 +150,7 @@ class Descent:
             (one for one in self.found.values() if one and self.price(one.choice) < most),
             key=lambda one: self.price(one.choice),
         )
-        sharded = self._judge.gathers_params
+        sharded = self.judge.gathers_params
         shards_behind = [bool(sharded and _shards_behind(one.choice)) for one in gaining]
         kinds: dict[bool, Predicted] = {}
         for one, behind in zip(gaining, shards_behind, strict=True):
@@ -203,12 +204,12 @@ class Descent:
     def _predicted(self, choice: Choice) -> Predicted | None:
         if choice == self.space.first:
             return self.first
-        needed = num_actions(self._judge, choice)
+        needed = num_actions(self.judge, choice)
         if needed > self._left:
             return None
         self._left -= needed
         try:
-            predicted = self._judge.predicted(choice)
+            predicted = self.judge.predicted(choice)
         except PlanError:
             return None
         return predicted if predicted.seconds < inf else None
