@@ -249,9 +249,8 @@ def _pairs(run: _Run) -> "Part":
     from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
 
     assert run.baton is not None
-    feature = PairedMicrobatches(run.baton)
     group = tensor_parallel_group.patch(run.baton, run.recorder)
-    return (feature,), (group, token_dispatcher.patch(run.baton))
+    return (PairedMicrobatches(run.baton),), (group, token_dispatcher.patch(run.baton))
 
 
 def _transfers(run: _Run) -> "Part":

@@ -69,7 +69,8 @@ class PipelineTransfers(Feature):
                 tensor = take(Action(stage, Op.RECV_F, microbatch))
                 iteration.inputs[stage, microbatch] = tensor.requires_grad_(iteration.trains)
             if stage < last_stage:
-                self._announce(Action(stage, Op.SEND_F, microbatch))
+                sent = Action(stage, Op.SEND_F, microbatch)
+                self._link(sent).announce(sent)
             run_forward(action)
 
         def backward(action: Action) -> None:
@@ -78,7 +79,8 @@ class PipelineTransfers(Feature):
                 received = Action(stage, Op.RECV_B, microbatch)
                 iteration.output_grads[stage, microbatch] = take(received)
             if stage > 0:
-                self._announce(Action(stage, Op.SEND_B, microbatch))
+                sent = Action(stage, Op.SEND_B, microbatch)
+                self._link(sent).announce(sent)
             run_backward(action)
 
         def post(action: Action) -> None:
@@ -111,6 +113,3 @@ class PipelineTransfers(Feature):
 
     def _link(self, action: Action) -> "Links":
         return next(link for link in reversed(self._links) if link.carries(action))
-
-    def _announce(self, send: Action) -> None:
-        self._link(send).announce(send)
