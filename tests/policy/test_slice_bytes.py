@@ -18,6 +18,7 @@ S_PER_BYTE = 80e-9  # 100 Mb/s
         (1 << 20, 1e-9, 0.2e-3, MOST),  # a fast link: the most there may be
         (8 << 20, S_PER_BYTE, 0.1e-3, MOST),
         (100_000_000, S_PER_BYTE, 0.1e-3, MOST),
+        (8 << 20, 0.0, 1e-4, MOST),  # one replica reduces nothing
     ],
 )
 def test_a_slice_is_a_quarter_of_a_transfer_unless_starting_it_costs_too_much(

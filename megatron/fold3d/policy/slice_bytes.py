@@ -13,6 +13,8 @@ def slice_bytes(transfer_bytes: int, at_most: int, per_byte_s: float, start_s: f
     times is rounded up to a power of two, so that all runs on one network make the same slices:
     sums over more than two replicas depend on them.
     """
+    if per_byte_s <= 0:  # one replica reduces nothing
+        return at_most
     quarter = max(transfer_bytes // 4 // 4096 * 4096, _SMALLEST)
     if quarter * per_byte_s * _LOSS < start_s:
         quarter = 1 << ceil(log2(start_s / _LOSS / per_byte_s))
