@@ -510,6 +510,7 @@ def test_auto_replicates_segments_of_a_distributed_optimizer(fold3d):
 
 
 @pytest.mark.search
+@pytest.mark.stress
 def test_auto_tries_with_more_replicas_what_it_tries_with_two(fold3d):
     line = REPLICATED.replace("--schedule aiao", "--schedule auto").replace("x4-", "x8-")
     _, out, _ = fold3d(f"{line} --json")

@@ -143,7 +143,7 @@ ROWS = (
         plan="0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3 2B0 2B1 0B0 0B1 2B2 2B3 0B2 0B3\n"
         "1F0 1F1 1F2 1F3 3F0 3F1 3B0 3B1 3F2 1B0 1B1 3B2 3F3 3B3 1B2 1B3",
     ),
-    Row(pp=4, m=6),
+    Row(pp=4, m=6, repeats=True),
     Row(pp=4, m=6, ours="--schedule afab"),
     Row(pp=4, m=6, ours="--schedule 1f1b", repeats=True),
     Row(pp=4, m=6, ours="--schedule shifted-critical-path"),
@@ -188,6 +188,7 @@ ROWS = (
         segments=2,
         flags=f"--sequence-parallel {BUCKETS}",
         ours="--schedule interleaved:wgrad=gaps:held=8",
+        repeats=True,
     ),
     *(
         Row(
@@ -195,7 +196,7 @@ ROWS = (
             tp=2,
             flags=f"--sequence-parallel {FULL} uniform {FP16} {RAMP_UP}",
             ours=f"--schedule {ours}",
-            repeats=ours == "zb-h2",
+            repeats=ours.startswith("zb"),
         )
         for ours in ("zb-h1", "zb-h2", f"1f1b{PLACED}")
     ),
@@ -248,6 +249,7 @@ ROWS = (
         dp=2,
         flags="--overlap-grad-reduce --bf16 --add-qkv-bias",
         ours="--schedule aiao:wgrad=behind@0",
+        repeats=True,
     ),
     Row(
         name="reduced between weight gradients, fp16, in buckets, loss per token",
@@ -264,6 +266,7 @@ ROWS = (
         flags="--normalization RMSNorm --swiglu --disable-bias-linear "
         f"--position-embedding-type rope {UNTIED}",
         ours="--schedule aiao:wgrad=last@0",
+        repeats=True,
     ),
     Row(
         name="no bias, selectively recomputed",
@@ -278,6 +281,7 @@ ROWS = (
         m=2,
         ours="--schedule plan=PLAN",
         plan="0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1W0 1B1 1W1",
+        repeats=True,
     ),
     # Recomputation ahead of the gradient.
     Row(
@@ -285,6 +289,7 @@ ROWS = (
         m=6,
         flags=f"{DROPOUT} {FULL} uniform",
         ours="--schedule shifted-critical-path:recompute=early",
+        repeats=True,
     ),
     Row(
         segments=2,
@@ -299,6 +304,7 @@ ROWS = (
         flags=f"--sequence-parallel {DROPOUT} {FULL} uniform --recompute-num-layers 2",
         ours="--schedule plan=PLAN",
         plan="0F0 0F1 0R1 0R0 0B0 0B1\n1F0 1R0 1B0 1F1 1B1",
+        repeats=True,
     ),
     # A number of recomputed layers for each stage.
     Row(
@@ -392,6 +398,7 @@ ROWS = (
         flags=f"--sequence-parallel {OVERLAP}",
         ours=f"--schedule aiao{PAIRS}:wgrad=last@0",
         stock=ONE_GROUP,
+        repeats=True,
     ),
     # Models: the presets' heads, few layers.
     Row(
@@ -413,7 +420,7 @@ ROWS = (
             "--num-layers-per-virtual-pipeline-stage",
         )
     ),
-    Row(name="no pipeline", pp=1),
+    Row(name="no pipeline", pp=1, repeats=True),
     Row(name="no pipeline", pp=1, dp=2, m=3, flags=OVERLAP, ours="--schedule 1f1b"),
     Row(name="three segments", segments=3, m=2, flags="--num-layers 6"),
     Row(name="four segments, one group", segments=4, m=5, stock=ONE_GROUP),
@@ -450,8 +457,14 @@ ROWS = (
         "--eval-micro-batch-size 1",
     ),
     # Data parallelism.
-    Row(name="data parallel", segments=2, dp=2),
-    Row(name="gradients in buckets", segments=2, dp=2, flags=f"--overlap-grad-reduce {BUCKETS}"),
+    Row(name="data parallel", segments=2, dp=2, repeats=True),
+    Row(
+        name="gradients in buckets",
+        segments=2,
+        dp=2,
+        flags=f"--overlap-grad-reduce {BUCKETS}",
+        repeats=True,
+    ),
     Row(
         name="gradients in buckets, not aligned",
         segments=2,
@@ -465,7 +478,7 @@ ROWS = (
         flags="--overlap-grad-reduce --ddp-num-buckets 3",
         repeats=True,
     ),
-    Row(name="distributed optimizer", segments=2, dp=2, flags=ZERO),
+    Row(name="distributed optimizer", segments=2, dp=2, flags=ZERO, repeats=True),
     Row(name="all overlapped", segments=2, dp=2, flags=OVERLAP),
     Row(
         name="all overlapped",
@@ -578,7 +591,7 @@ ROWS = (
         flags=f"--calculate-per-token-loss {ZERO}",
     ),
     # Tensor parallelism.
-    Row(name="tensor parallel", segments=2, tp=2),
+    Row(name="tensor parallel", segments=2, tp=2, repeats=True),
     Row(
         name="sequence parallel",
         segments=2,
@@ -624,7 +637,11 @@ ROWS = (
         flags=f"{SELECTIVE} --recompute-modules core_attn mlp --disable-bias-linear",
     ),
     Row(
-        name="full recompute, uniform", segments=2, flags=f"{FULL} uniform", ours="--schedule afab"
+        name="full recompute, uniform",
+        segments=2,
+        flags=f"{FULL} uniform",
+        ours="--schedule afab",
+        repeats=True,
     ),
     Row(name="full recompute, block", segments=2, flags=f"{FULL} block --bf16", repeats=True),
     Row(name="bf16", pp=4, segments=2, flags="--bf16"),

@@ -45,7 +45,7 @@ def test_late_streams_train_what_stock_trains(case: Case, num_queues: int, tmp_p
     assert wrong(case, Late(num_queues=num_queues), tmp_path) == []
 
 
-LATE_COLLECTIVES = (3, 5, 7, 9, 11, 13, 16, 17, 18, 21)
+LATE_COLLECTIVES = (3, 5, 7, 9, 11, 13, 16, 17, 21)
 
 
 @pytest.mark.parametrize("case", [CASES[number] for number in LATE_COLLECTIVES], ids=str)
@@ -120,7 +120,7 @@ def test_with_preemption_the_host_fills_no_queue_behind_a_receive() -> None:
     assert fill_a_queue(None) == []
 
 
-@pytest.mark.parametrize("mutation", [MUTATIONS[number] for number in (0, 2, 9, -2, -1)], ids=str)
+@pytest.mark.parametrize("mutation", [MUTATIONS[number] for number in (0, 2, 9, -1)], ids=str)
 def test_a_fault_of_synchronization_shows(mutation: Mutation, tmp_path: Path) -> None:
     # All of them take minutes: tests/stress/gpu_path.py.
     assert found_by(mutation, tmp_path)

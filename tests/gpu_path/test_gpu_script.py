@@ -70,7 +70,7 @@ RUNS = runs()
 
 # In every run of the tests some of them: others differ in what `CASES` have too.
 SAMPLE = [
-    run if number % 5 == 2 else pytest.param(run, marks=pytest.mark.stress)
+    run if number % 9 == 2 else pytest.param(run, marks=pytest.mark.stress)
     for number, run in enumerate(RUNS)
 ]
 
