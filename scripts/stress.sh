@@ -15,6 +15,8 @@ checks=(
     "gpu_path --seconds {seconds}"
     "one_queue --seconds {quarter} --seed $seed"
     "searches"
+    "auto_cells"
+    "auto_cells --every"
     "predictions --jobs 200 --seed $seed"
     "built_models --jobs 500 --seed $seed"
 )
