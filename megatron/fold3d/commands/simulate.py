@@ -168,7 +168,8 @@ def _check_costs(its: PredictedRun, said: Described) -> None:
         ValueError: found, rule and fix.
     """
     known, c = its.known.costs, its.candidate
-    if c.choice.where(recompute="early") and not any(known.recompute_s):
+    early = c.choice.where(recompute="early")
+    if early and its.shape is None and not any(known.recompute_s):
         raise ValueError(
             "recompute=early: costs have no recomputation: give recompute and backward in "
             "--seconds, a model on a cluster, or recompute_s in --costs"
