@@ -24,7 +24,6 @@ from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.judge import Judge, Simulated
 from megatron.fold3d.predict.search.order_choice import held_sizes
-from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Device, Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
@@ -50,7 +49,7 @@ def plan_of(
     """
     choice = candidate.choice
     return lower(
-        computed(candidate) if order is None else order,
+        order or order_of(choice, candidate.num_ranks, candidate.num_microbatches),
         replace(choice, pairs=choice.pairs and transfers),
         features_of(candidate, transfers=transfers, receives_late=receives_late),
         shares=shares,
@@ -106,14 +105,11 @@ def simulated(
         device=_device(candidate, estimate, connections),
         overlap_tensor_parallel=bool(choice.pairs),
     )
-    costs = estimate.costs
-    if not choice.carries:
-        costs = _stepping_last(costs, candidate.num_ranks)
     judges = [
         Judge(
             num_ranks=candidate.num_ranks,
             num_microbatches=candidate.num_microbatches,
-            costs=lambda _: costs,
+            costs=lambda _: estimate.costs,
             features=features_of(
                 candidate, transfers=late or bool(choice.pairs), receives_late=receives_late
             ),
@@ -276,11 +272,3 @@ def computed(candidate: Candidate) -> Plan:
 
 def _sends_waited_for(candidate: Candidate) -> frozenset[Op]:
     return sends_stock_waits_for(candidate.num_segments) if candidate.is_stock else frozenset()
-
-
-def _stepping_last(costs: Costs, num_ranks: int) -> Costs:
-    """Charge the optimizer's step to the stages that end last, when all gradients are there."""
-    if not (steps := costs.optimizer_s):
-        return costs
-    first = tuple(sum(steps[rank::num_ranks]) for rank in range(num_ranks))
-    return replace(costs, optimizer_s=first + (0.0,) * (len(steps) - num_ranks))

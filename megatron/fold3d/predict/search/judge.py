@@ -28,6 +28,12 @@ from megatron.fold3d.predict.simulator.steady import steady_state
 _order = lru_cache(maxsize=64)(order_of)
 
 
+def plain_order(choice: Choice, num_ranks: int, num_microbatches: int) -> Plan:
+    """Return the order of a choice, with weight gradients in their backwards."""
+    named = replace(choice, segments=(Segment(),) * len(choice.segments))
+    return _order(named, num_ranks, num_microbatches)
+
+
 class Predicts(Protocol):
     """What a search asks: a `Judge`, or what has one for each of its choices."""
 
@@ -125,10 +131,7 @@ class Judge:
 
     def plain_order(self, choice: Choice) -> Plan:
         """Return the order of a choice, with weight gradients in their backwards."""
-        if self.order is not None:
-            return self.order
-        named = replace(choice, segments=(Segment(),) * len(choice.segments))
-        return _order(named, self.num_ranks, self.num_microbatches)
+        return self.order or plain_order(choice, self.num_ranks, self.num_microbatches)
 
     def orders(self, choice: Choice) -> Iterator[Plan]:
         """Yield the order, or what it is with weight gradients in different gaps.
@@ -170,7 +173,9 @@ class Judge:
     def _run(self, choice: Choice, order: Plan, plan: Plan) -> Simulated:
         """Simulate a plan whose sums are whole; first find the shares, and cut the slices."""
         costs, link, shares = self.costs(choice), self.link, tuple[float, ...]()
-        if choice.carries:
+        if not choice.carries:
+            costs = _stepping_last(costs, self.num_ranks)
+        else:
             shares = (choice.share or 0.0,) * plan.num_stages
             if choice.share is None:  # slices hold up nothing: shares as if nothing could
                 alone = replace(link, device=None) if self.cuts_slices else link
@@ -190,3 +195,11 @@ def num_actions(judge: Predicts, choice: Choice) -> int:
     once = sum(map(len, order.programs))
     places = 3 * order.num_segments if choice.fills_gaps else 1
     return once * places * (4 if choice.carries else 1)
+
+
+def _stepping_last(costs: Costs, num_ranks: int) -> Costs:
+    """Charge the optimizer's step to the stages that end last, when all gradients are there."""
+    if not (steps := costs.optimizer_s):
+        return costs
+    first = tuple(sum(steps[rank::num_ranks]) for rank in range(num_ranks))
+    return replace(costs, optimizer_s=first + (0.0,) * (len(steps) - num_ranks))

@@ -11,7 +11,6 @@ from typing import Any, Self
 from megatron.fold3d.observe.memory_curve import Footprint, memory
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import order_of
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.pairs import check_pairs
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
@@ -24,7 +23,7 @@ from megatron.fold3d.predict.cost_model.sharded_footprint import sharded_footpri
 from megatron.fold3d.predict.search.candidate_timeline import computed, plan_of, simulated
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.descent import Descent, Space
-from megatron.fold3d.predict.search.judge import Simulated
+from megatron.fold3d.predict.search.judge import Simulated, plain_order
 from megatron.fold3d.predict.search.order_choice import (
     at_most,
     check_most,
@@ -94,7 +93,7 @@ class PredictedRun:
 
     def plain_order(self, choice: Choice) -> Plan:
         """Return the order of a choice, with weight gradients in their backwards."""
-        return self.file_order or order_of(choice, self.num_ranks, self.num_microbatches)
+        return self.file_order or plain_order(choice, self.num_ranks, self.num_microbatches)
 
     def predicted(self, choice: Choice) -> Predicted:
         """Return the prediction of a choice; its seconds are infinite if memory has no room.
@@ -160,9 +159,10 @@ class PredictedRun:
         return self if choice == self.candidate.choice else self._with(choice=choice)
 
     def _fits(self, found: Simulated) -> bool:
-        """Tell whether memory has room."""
-        peak = max(self.peaks(found.order, found.timeline), default=0.0)
-        return peak <= (self.usable_bytes or inf)
+        """Tell whether memory has room; if that is not known, it has."""
+        if self.usable_bytes is None:
+            return True
+        return max(self.peaks(found.order, found.timeline), default=0.0) <= self.usable_bytes
 
     def _with_layers(self) -> Self:
         if not self.auto_layers or self.shape is None:
