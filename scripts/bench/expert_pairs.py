@@ -47,6 +47,7 @@ _VIRTUAL = (
 _SETUP = Setup(data_parallel=2, expert_parallel=2, fp32=True, recompute="none")
 _RANKS = 2
 _FREE = 1e12  # bit/s
+_BURST_BYTES = 9216  # one packet: messages are short
 _ROUNDING = 1e-5  # norms are summed in the order of chunks
 
 
@@ -68,10 +69,18 @@ VARIANTS = {
 
 
 class Free(NamedTuple):
-    """What was measured on free links: by stage a forward and a backward, and an iteration."""
+    """What was measured on free links.
+
+    Attributes:
+        forward_s: by stage.
+        backward_s: by stage.
+        late_s: by stage, all-to-alls of a forward, which take nothing but their latency there.
+        iteration_ms: of an iteration.
+    """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    late_s: tuple[float, ...]
     iteration_ms: float
 
 
@@ -92,7 +101,7 @@ class Cell:
             num_microbatches=args.microbatches,
             num_layers=2 * _RANKS * layers,
             hidden_size=128,
-            seq_length=128,
+            seq_length=256,
             micro_batch_size=1,
             num_iterations=args.iterations,
             clip_grad=1.0,
@@ -103,7 +112,9 @@ class Cell:
         self.rate = sent_bits / (1.5 * share * args.half_ms / 1e3)
         self.bench = Bench(
             job=self.job,
-            link=Link(self.rate, queue_ms=args.queue_ms),
+            link=Link(
+                self.rate, short_first=True, queue_ms=args.queue_ms, burst_bytes=_BURST_BYTES
+            ),
             rank_flags=("--half-ms", str(args.half_ms), "--nccl-order"),
             warmup=2,
             real_time=True,
@@ -131,14 +142,18 @@ class Cell:
         traced = f"--trace {folder} --trace-iterations 3-{self.job.num_iterations}"
         iteration_ms = statistics.median(self._run("aiao", 0, set(), traced))
         spans: dict[str, list[float]] = defaultdict(list)
-        for rank in read_ranks(folder):
-            for event in (e for i in rank.iterations for e in i.events if e.kind == "compute"):
-                spans[event.name.rstrip("0123456789")].append(event.end_s - event.start_s)
-        forward_s, backward_s = (
-            tuple(statistics.median(spans[f"{stage}{op}"]) for stage in range(2 * _RANKS))
-            for op in "FB"
+        for events in (i.events for rank in read_ranks(folder) for i in rank.iterations):
+            sent = [event for event in events if event.kind == "ep_sync"]
+            for event in (event for event in events if event.kind == "compute"):
+                name = event.name.rstrip("0123456789")
+                spans[name].append(event.end_s - event.start_s)
+                inside = (s for s in sent if event.start_s <= s.start_s < event.end_s)
+                spans[f"{name} sends"].append(sum(s.end_s - s.start_s for s in inside))
+        forward_s, backward_s, late_s = (
+            tuple(statistics.median(spans[f"{stage}{what}"]) for stage in range(2 * _RANKS))
+            for what in ("F", "B", "F sends")
         )
-        return Free(forward_s, backward_s, iteration_ms)
+        return Free(forward_s, backward_s, late_s, iteration_ms)
 
     def simulated(self, name: str, free: "Free") -> float:
         """Return the milliseconds of a variant: simulated, and what no action has taken."""
@@ -185,14 +200,20 @@ class Cell:
         hosts = replace(cluster("testbedx4"), nic_bytes_per_s=(bits_per_s or self.rate) / 8)
         segments = candidate.num_segments
         known = estimate(shape, hosts, _SETUP, num_ranks=_RANKS, num_segments=segments)
-        forward_s, backward_s = (
+        forward_s, backward_s, ep_sync_s = (
             tuple(
                 sum(times_s[stage :: _RANKS * segments]) + sent_s
                 for stage, sent_s in enumerate(known.costs.ep_sync_s)
             )
-            for times_s in (free.forward_s, free.backward_s)
+            for times_s in (free.forward_s, free.backward_s, free.late_s)
         )
-        costs = replace(known.costs, forward_s=forward_s, backward_s=backward_s, weight_s=())
+        costs = replace(
+            known.costs,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            weight_s=(),
+            ep_sync_s=ep_sync_s,
+        )
         return replace(known, costs=costs)
 
     def _run(self, name: str, number: int, losses: set[float], more: str = "") -> list[float]:
@@ -211,11 +232,11 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--shares", nargs="+", type=float, default=[0.2, 0.5, 1.0])
     parser.add_argument("--layers", nargs="+", type=int, default=[1, 4], help="of a chunk (1 4)")
-    parser.add_argument("--half-ms", type=float, default=30.0, help="forward of half a layer (30)")
+    parser.add_argument("--half-ms", type=float, default=60.0, help="forward of half a layer (60)")
     parser.add_argument("--microbatches", type=int, default=8, help="(8)")
-    parser.add_argument("--iterations", type=int, default=5, help="(5), of which 2 warm up")
-    parser.add_argument("--queue-ms", type=float, default=50.0, help="of a link (50)")
-    parser.add_argument("--rounds", type=int, default=2, help="(2)")
+    parser.add_argument("--iterations", type=int, default=4, help="(4), of which 2 warm up")
+    parser.add_argument("--queue-ms", type=float, default=60.0, help="of a link (60)")
+    parser.add_argument("--rounds", type=int, default=1, help="(1)")
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     args = parser.parse_args(argv)
     print("| layers | share | variant | ms | stock | work | bound | simulated | error |")

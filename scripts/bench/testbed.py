@@ -43,6 +43,7 @@ OFFLOAD_BYTES = 16384
 _SWITCH = -1  # its holder is the last one
 _SMALL_BURST_BYTES = 18 << 10  # of a link with two classes: one super-packet
 LOW_DELAY = 0x10  # type of service, of <netinet/ip.h>
+_IS_SHORT = "match u16 0 0xfe00 at 2"  # the length in the IP header is less than 512
 
 
 class TestbedError(RuntimeError):
@@ -53,18 +54,27 @@ class TestbedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One host's link, in each direction: bits per second, and the time a packet is under way.
+    """One host's link, in each direction.
 
-    With ``marked_first``, packets that are marked for low delay go before all others. Packets that
-    would wait for longer than ``queue_ms`` are lost. Where two long messages share a link, a short
-    queue costs both TCP connections up to a third of it; a longer one stands for a network whose
-    senders are held back and lose nothing.
+    Attributes:
+        rate_bit_s: bits per second; None is unshaped.
+        delay_ms: the time a packet is under way.
+        marked_first: whether packets that are marked for low delay go before all others.
+        short_first: whether packets of less than 512 bytes do. They are TCP's acknowledgements, and
+            gloo's notes that a receiver is ready, which wait for no message on NCCL's networks.
+        queue_ms: how long a packet may wait; it is lost if it would wait longer. Where two long
+            messages share a link, a short queue costs both TCP connections up to a third of it. A
+            longer one stands for a network whose senders are held back and lose nothing.
+        burst_bytes: what passes at once after a pause, at least a packet and what the link sends in
+            1.3 ms. That is nothing beside DP.sync, but a good part of a short message.
     """
 
     rate_bit_s: float | None = None
     delay_ms: float = 0.0
     marked_first: bool = False
+    short_first: bool = False
     queue_ms: float = 2.0
+    burst_bytes: int = 32 * 1024
 
     def __post_init__(self) -> None:
         if self.rate_bit_s is not None and self.rate_bit_s < 1e5:
@@ -82,13 +92,14 @@ class Link:
             yield from self._shaped(f"dev {device}", parent, self.rate_bit_s)
 
     def _shaped(self, on: str, parent: str, rate_bit_s: float) -> Iterator[str]:
-        burst = max(32 * 1024, int(rate_bit_s / 8 * 1.3e-3))
-        if not self.marked_first:
+        burst = max(self.burst_bytes, int(rate_bit_s / 8 * 1.3e-3))
+        if not (self.marked_first or self.short_first):
             rate = f"rate {rate_bit_s:.0f}bit burst {burst}b"
             yield f"qdisc add {on} {parent} handle 2: tbf {rate} latency {self.queue_ms:g}ms"
             return
-        queue = f"bfifo limit {burst + rate_bit_s / 8 * 2e-3:.0f}b"
-        bursts = f"burst {_SMALL_BURST_BYTES}b cburst {_SMALL_BURST_BYTES}b"
+        queue = f"bfifo limit {burst + rate_bit_s / 8 * self.queue_ms / 1e3:.0f}b"
+        small = min(burst, _SMALL_BURST_BYTES)
+        bursts = f"burst {small}b cburst {small}b"
         yield f"qdisc add {on} {parent} handle 2: htb default 2"
         yield f"class add {on} parent 2: classid 2:9 htb rate {rate_bit_s:.0f}bit {bursts}"
         for number, share in ((1, 0.99), (2, 0.01)):  # and whatever the other one leaves
@@ -97,7 +108,7 @@ class Link:
                 f"rate {share * rate_bit_s:.0f}bit ceil {rate_bit_s:.0f}bit {bursts}"
             )
             yield f"qdisc add {on} parent 2:{number} {queue}"
-        match = f"match ip tos {LOW_DELAY:#x} 0xff"
+        match = f"match ip tos {LOW_DELAY:#x} 0xff" if self.marked_first else _IS_SHORT
         yield f"filter add {on} parent 2: protocol ip u32 {match} flowid 2:1"
 
 

@@ -144,6 +144,17 @@ def test_marked_packets_have_a_class_that_goes_first():
     assert lines[-1].endswith("match ip tos 0x10 0xff flowid 2:1")
 
 
+def test_short_packets_go_first_and_bursts_can_be_short():
+    lines = list(Link(2e7, short_first=True, queue_ms=60.0, burst_bytes=9216).qdiscs("eth0"))
+    assert lines[-1].endswith("u32 match u16 0 0xfe00 at 2 flowid 2:1")
+    assert [line for line in lines if line.endswith("bfifo limit 159216b")] == [
+        f"qdisc add dev eth0 parent 2:{number} bfifo limit 159216b" for number in (1, 2)
+    ]
+    assert all("burst 9216b cburst 9216b" in line for line in lines if line.startswith("class"))
+    (line,) = Link(2e7, burst_bytes=9216).qdiscs("eth0")
+    assert "burst 9216b" in line
+
+
 @pytest.mark.parametrize("arguments", [(10.0, 0.0), (None, -1.0)])
 def test_a_link_that_cannot_be_is_refused(arguments):
     with pytest.raises(ValueError, match=r"a link of 10 bit/s|a delay of -1 ms"):

@@ -1,7 +1,5 @@
 """What two micro-batches take together, and a pipeline of such pairs."""
 
-from dataclasses import replace
-
 import pytest
 
 from megatron.fold3d.observe.timeline import Lane
@@ -59,14 +57,6 @@ def test_a_pipeline_of_pairs_has_the_bubble_of_half_as_many_micro_batches():
     assert simulate(lower(one_by_one), costs).makespan_s == (8 + 3) * 6.0
     # A forward of a pair takes 2, a backward 6; four pairs and three of bubble.
     assert simulate(paired(8, 4), costs, PAIRED).makespan_s == (4 + 3) * 8.0
-
-
-def test_messages_take_turns_with_all_to_alls_that_leave_the_node():
-    costs = Costs(forward_s=(6.0,), backward_s=(10.0,), ep_sync_s=(4.0,), p2p_s=1.0)
-    assert sum(in_turns_s(costs, 0, Op.FORWARD)) == 2 * 4.0
-    on_nic = replace(costs, ep_sync_on_nic=True)
-    assert sum(in_turns_s(on_nic, 0, Op.FORWARD)) == 2 * 5.0
-    assert sum(in_turns_s(on_nic, 0, Op.BACKWARD)) == 2 * 6.0  # of computation
 
 
 def test_the_second_of_a_pair_waits_for_its_own_input():

@@ -202,7 +202,11 @@ def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
     if len(set(estimate.nic_of_rank)) < candidate.num_ranks:
         message_s = min(message_s, costs.p2p_local_s)
     alone = replace(
-        costs, p2p_s=0.0, p2p_local_s=0.0, p2p_latency_s=costs.p2p_latency_s + message_s
+        costs,
+        p2p_s=0.0,
+        p2p_local_s=0.0,
+        p2p_latency_s=costs.p2p_latency_s + message_s,
+        ep_sync_on_nic=False,
     )
     choice = candidate.choice
     link = Link(

@@ -10,7 +10,7 @@ from reprlib import repr as shortened
 from typing import Any, Self
 
 from megatron.fold3d.observe.fields import is_number, parse_json
-from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.ir import Op, PlanError
 
 _NEEDED = ("forward_s", "backward_s")
 # Keys of older files.
@@ -34,7 +34,7 @@ class Costs:
     """The part of ``forward_s`` for all-to-alls of experts; of a ``backward_s``, and hidden in
     pairs, as ``tp_sync_s``."""
     ep_sync_on_nic: bool = False
-    """Whether these leave the node: in pairs, the messages of a stage then take their turns."""
+    """Whether these leave the node, so that they share the NIC with messages and DP.sync."""
     collectives: tuple[int, ...] = ()
     """The number of collectives in these two. At its ends, a pair cannot hide a part of one; zero,
     or an empty tuple, ignores the ends."""
@@ -131,6 +131,17 @@ class Costs:
                     f"found {weight_s!r} in weight_s and {recompute_s!r} in recompute_s; together "
                     f"they are a part of a backward of {whole_s!r}"
                 )
+
+    def passes(self, stage: int, op: Op, *, early: bool = False) -> int:
+        """Return how often an action has the collectives of a forward.
+
+        Args:
+            stage: the stage of the action.
+            op: `FORWARD`, `RECOMPUTE` or `BACKWARD`.
+            early: whether a separate action recomputes ahead of the backward.
+        """
+        recomputes = op is Op.BACKWARD and not early and any(self.recompute_s[stage : stage + 1])
+        return 2 if recomputes else 1
 
     def hidden_in_pairs_s(self, stage: int) -> float:
         """Return the seconds of a forward's collectives, which the other of a pair hides."""

@@ -21,6 +21,7 @@ from megatron.fold3d.plan.verify import error_at
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_items import Item, Items, Kind
+from megatron.fold3d.predict.simulator.exchanges import Exchanges
 from megatron.fold3d.predict.simulator.link import PLAIN, Device, Link
 from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Steps
@@ -141,6 +142,7 @@ class DeviceRun:
             pause_share=link.pause_share,
             rings_are_buffered=costs.rings_are_buffered,
         )
+        self.exchanges = Exchanges(self.clock, self.network, self.nics)
         waited_for = frozenset() if costs.sends_are_buffered else link.sends_waited_for
         # Stock Megatron waits for its sends, and has one communicator for each direction.
         self.alternates = device.connections == 1 and not link.sends_waited_for
@@ -276,6 +278,8 @@ class DeviceRun:
             self.network.start_collective(
                 self.network.collective(nic, seconds, self._synced, work, uses)
             )
+        elif kind is Kind.COMPUTE and (exchange := self.steps.exchanges.get(action)):
+            self.exchanges.run(rank.number, seconds, exchange, self._end, work)
         else:
             self.clock.at(now_s + seconds, self._end, work)
 

@@ -44,14 +44,12 @@ def in_turns_s(
         Op.RECOMPUTE: recompute_s,
         Op.BACKWARD: costs.backward_s[stage] - (recompute_s if early else 0.0),
     }[op]
-    recomputes = op is Op.BACKWARD and recompute_s > 0 and not early
-    passes = 2 if recomputes else 1
+    passes = costs.passes(stage, op, early=early)
     sync_s = min(whole_s, passes * costs.hidden_in_pairs_s(stage))
     number = passes * (costs.collectives[stage] if costs.collectives else 0)
     compute_s = whole_s - sync_s
-    link_s = sync_s + (costs.p2p_s if costs.ep_sync_on_nic and op is not Op.RECOMPUTE else 0.0)
-    both_s = min(2 * whole_s, pair_s(compute_s, link_s, number if ends else 0))
-    first_s = max(compute_s, link_s) / number if number and sync_s else 0.0
+    both_s = min(2 * whole_s, pair_s(compute_s, sync_s, number if ends else 0))
+    first_s = max(compute_s, sync_s) / number if number and sync_s else 0.0
     return first_s, both_s - first_s
 
 

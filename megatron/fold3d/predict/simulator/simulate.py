@@ -1,6 +1,7 @@
 """Simulate a plan: an event-driven run that yields the timeline of a cluster.
 
-Each rank runs its program strictly in order, one computation at a time. A message leaves at its
+Each rank runs its program strictly in order, one computation at a time. Experts' all-to-alls are in
+computations and, between nodes, on the network too: see `Exchanges`. A message leaves at its
 SEND or, in a plan without transfers, when its computation ends. After its latency it flows through
 the NICs of both ranks; the computation that reads it waits for it. A RECV does nothing here, since
 `add_p2p` always posts receives in time.
@@ -25,6 +26,7 @@ from megatron.fold3d.policy.copy_streams import CopyStreams
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_run import DeviceRun
+from megatron.fold3d.predict.simulator.exchanges import Exchanges
 from megatron.fold3d.predict.simulator.link import PLAIN, GradSyncOrder, Link
 from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
@@ -119,6 +121,7 @@ class _Run:
             whole=link.whole_messages,
             rings_are_buffered=costs.rings_are_buffered,
         )
+        self.exchanges = Exchanges(self.clock, self.network, self.nics)
         self.flushes = steps.plan.flushes
         self.times_true = [0] * len(steps.named)
         self.at_flush: list[_Rank] = []
@@ -218,7 +221,11 @@ class _Run:
 
     def _occupy(self, rank: _Rank, seconds: float) -> None:
         rank.since_s = self.clock.now_s
-        self.clock.at(rank.since_s + seconds, self._finish, rank)
+        exchange = self.steps.exchanges.get(rank.program[rank.position].action)
+        if exchange is None:
+            self.clock.at(rank.since_s + seconds, self._finish, rank)
+        else:
+            self.exchanges.run(rank.number, seconds, exchange, self._finish, rank)
 
     def _finish(self, rank: _Rank) -> None:
         step = rank.program[rank.position]

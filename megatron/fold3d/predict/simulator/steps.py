@@ -24,9 +24,11 @@ from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.waits import Waits
 from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.exchanges import Exchange
 from megatron.fold3d.predict.simulator.pair_times import in_turns_s
 
 NO_FACT = -1
+_MOST_EXCHANGES = 8  # of a computation; more make no message faster or slower
 Name = tuple[int, Op, int | None]
 """What a fact is about: equal to an action, and made in less time."""
 _INPUTS = {  # by computation: from its stage to that of the one whose result it reads
@@ -49,6 +51,20 @@ class Step(NamedTuple):
     """The first iteration in which it does anything; before, it takes no time."""
 
 
+class _OfPair(NamedTuple):
+    """A computation of a pair.
+
+    Attributes:
+        seconds: until the second of the pair begins, or both are over.
+        share: of the seconds of both.
+        is_exposed: whether it begins with an all-to-all that nothing runs beside.
+    """
+
+    seconds: float
+    share: float
+    is_exposed: bool
+
+
 class Steps:
     """The programs of a plan as steps.
 
@@ -63,6 +79,7 @@ class Steps:
         facts: the number of each fact.
         named: what each fact is about, by its number, as a plain tuple.
         rank_of: the rank that may wait for each fact.
+        exchanges: what computations send to experts of other nodes, if there are any.
         programs: one list of steps per rank.
     """
 
@@ -80,7 +97,7 @@ class Steps:
         self._senders = _ON_END if not plan.has_p2p else _AT_SEND
         self._recomputed = frozenset().union(*map(recomputed, plan.programs))
         paired = chain.from_iterable(map(chains, plan.programs)) if pairs_overlap else ()
-        self._paired_s = dict(chain.from_iterable(map(self._in_turns, paired)))
+        self._paired = dict(chain.from_iterable(map(self._in_turns, paired)))
         self._seconds: dict[Op, tuple[float, ...]] = {
             op: getattr(costs, row.cost) for op, row in TABLE.items() if row.cost
         } | {
@@ -89,6 +106,8 @@ class Steps:
                 WEIGHT_OPS, tuple(weight_s + costs.split_s for weight_s in costs.weight_s)
             ),
         }
+        between_nodes = costs.ep_sync_on_nic and costs.ep_sync_s
+        self.exchanges = dict(self._exchanges()) if between_nodes else {}
         self.facts: dict[Name, int] = {}
         self.programs = [list(self._steps(program)) for program in plan.programs]
         self.named = list(self.facts)
@@ -104,7 +123,7 @@ class Steps:
         parts, stages = self._parts_s(program, kept), self.plan.num_stages
         facts = self.facts
         number = facts.setdefault
-        senders, alike = self._senders, not (self._paired_s or self._recomputed)
+        senders, alike = self._senders, not (self._paired or self._recomputed)
         for index, action in enumerate(program):
             stage, op, microbatch = action
             needs: tuple[tuple[int, int], ...] = ()
@@ -141,8 +160,8 @@ class Steps:
         if reads:
             yield facts.setdefault(action, len(facts)), 0
 
-    def _in_turns(self, together: Program) -> Iterator[tuple[Action, float]]:
-        """Yield the computations of a chain with their seconds; an odd one is alone at the end."""
+    def _in_turns(self, together: Program) -> Iterator[tuple[Action, "_OfPair"]]:
+        """Yield the computations of a chain, in pairs; an odd one is alone at the end."""
         computed = [action for action in together if action.op in PAIRED_OPS]
         for first, second in zip(computed[::2], computed[1::2], strict=False):
             stage, op, microbatch = first
@@ -153,12 +172,32 @@ class Steps:
                 early=(stage, microbatch) in self._recomputed,
                 ends=second in computed[-2:],
             )
-            yield from zip((first, second), times_s, strict=True)
+            both_s = sum(times_s)
+            for action, seconds in zip((first, second), times_s, strict=True):
+                begins = op is Op.BACKWARD and action is computed[0]
+                yield action, _OfPair(seconds, seconds / both_s if both_s else 0.5, begins)
+
+    def _exchanges(self) -> Iterator[tuple[Action, Exchange]]:
+        """Yield the computations that send to experts; of a pair, each sends its part."""
+        costs = self._costs
+        for action in chain.from_iterable(self.plan.programs):
+            stage, op, microbatch = action
+            if op not in PAIRED_OPS or not costs.ep_sync_s[stage]:
+                continue
+            passes = costs.passes(stage, op, early=(stage, microbatch) in self._recomputed)
+            seconds, paired = self._seconds_of(action), self._paired.get(action)
+            part = passes if paired is None else 2 * passes * paired.share
+            number = round(part * (costs.collectives[stage] if costs.collectives else 1))
+            if seconds:
+                share = min(1.0, part * costs.ep_sync_s[stage] / seconds)
+                number = max(1, min(number, _MOST_EXCHANGES))
+                beside = paired is not None and not paired.is_exposed
+                yield action, Exchange(share, number, beside)
 
     def _seconds_of(self, action: Action) -> float:
         stage, op, microbatch = action
-        if action in self._paired_s:
-            return self._paired_s[action]
+        if action in self._paired:
+            return self._paired[action].seconds
         by_stage = self._seconds.get(op, ())
         seconds = by_stage[stage] if by_stage else 0.0
         if op is Op.BACKWARD and (stage, microbatch) in self._recomputed:
