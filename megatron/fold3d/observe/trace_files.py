@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from megatron.fold3d.observe.fields import (
-    check_names,
-    check_numbers,
+    check_fields,
     is_number,
     parse_json,
     read_text,
@@ -79,7 +78,7 @@ class IterationTrace:
 
     def check(self) -> None:
         """Check that every number in it is valid; see `RankTrace.check`."""
-        check_numbers(self, may_be_zero=("iteration", "start_s", "end_s", "host_memory_bytes"))
+        check_fields(self, may_be_zero=("iteration", "start_s", "end_s", "host_memory_bytes"))
         others = (self.gpu_memory_bytes or 0, *self.counts.values())
         if wrong := [number for number in others if not is_number(number)]:
             raise ValueError(f"found {wrong[0]!r} in iteration {self.iteration}; it is a number")
@@ -90,12 +89,6 @@ class IterationTrace:
             if event.kind not in LANES:
                 known = ", ".join(LANES)
                 raise ValueError(f"found an event of kind {event.kind!r}; known are {known}")
-
-
-_MAY_BE_ZERO = (
-    *("rank", "pp_rank", "dp_rank", "tp_rank", "cp_rank"),
-    *("microbatch_flops", "recomputed_flops"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +157,7 @@ class RankTrace:
         Raises:
             ValueError: a value is not a number, or out of its range.
         """
-        check_names(self)
-        check_numbers(self, may_be_zero=_MAY_BE_ZERO)
+        check_fields(self, may_be_zero=("rank", "pp_rank", "dp_rank", "tp_rank"))
         if self.pp_rank >= self.num_ranks:
             raise ValueError(f"found pp_rank={self.pp_rank} of num_ranks={self.num_ranks}")
         if self.num_segments > _MOST_SEGMENTS:

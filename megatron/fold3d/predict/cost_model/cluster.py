@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.observe.fields import (
-    check_names,
-    check_numbers,
+    check_fields,
     from_file,
     is_file_name,
     is_number,
@@ -66,24 +65,12 @@ class Cluster:
     """Otherwise Megatron demands one hardware queue for tensor parallelism."""
 
     def __post_init__(self) -> None:
-        check_numbers(
-            self,
-            may_be_zero=(
-                *("nic_latency_s", "send_buffer_bytes", "ring_buffer_bytes"),
-                *("task_overhead_s", "iteration_overhead_s", "straggler_sigma"),
-                "memory_bytes_per_s",
-            ),
-        )
-        check_names(self)
+        check_fields(self, may_be_zero=("nic_latency_s", "ring_buffer_bytes"))
         if self.num_gpus > _MOST_GPUS:
             raise ValueError(f"found {self.num_gpus} GPUs; give {_MOST_GPUS} at most")
         for name in ("compute_efficiency", "nic_efficiency"):
             if (value := getattr(self, name)) > 1:
                 raise ValueError(f"found {name}={value}; an efficiency is in (0, 1]")
-        for name in ("has_bf16", "is_blackwell"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"found {name}={value!r}; it is true or false")
-
         self._check_switches()
         self._check_layers()
 

@@ -13,25 +13,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron.fold3d.observe.fields import check_names, check_numbers, from_file, is_file_name
+from megatron.fold3d.observe.fields import check_fields, from_file, is_file_name
 
 Family = Literal["gpt", "bert", "encoder-decoder"]
 Split = int | Sequence[int]
 """The number of equal stages that a model is cut into, or the number of layers of each stage."""
 _MOST_LAYERS = 10_000
-_MAY_BE_ZERO = (
-    *(
-        "ffn_hidden_size",
-        "kv_channels",
-        "num_decoder_layers",
-        "num_query_groups",
-        "rotary_base",
-        "max_positions",
-    ),
-    *("num_experts", "experts_per_token", "expert_ffn_hidden_size"),
-    *("shared_expert_ffn_hidden_size", "num_dense_layers"),
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +108,7 @@ class ModelShape:
     """Of its values."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, may_be_zero=_MAY_BE_ZERO)
-        check_names(self)
-        for name in ("untied", "swiglu", "rms_norm", "biases", "qkv_bias", "qk_norm"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"found {name}={value!r}; it is true or false")
+        check_fields(self)
         if self.num_attention_heads % self.num_groups:
             raise ValueError(
                 f"found num_query_groups={self.num_query_groups}; give a number that divides "
