@@ -9,12 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from megatron.fold3d.observe.fields import (
-    check_fields,
-    is_number,
-    parse_json,
-    read_text,
-)
+from megatron.fold3d.observe.fields import check_fields, is_number, parse_json, read_text
 from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.observe.trace_words import from_version_1
 from megatron.fold3d.plan.ir import gc_paused

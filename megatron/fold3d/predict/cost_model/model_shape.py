@@ -6,7 +6,7 @@ the last one the final norm and the head, whether or not a layout writes its L t
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -341,6 +341,10 @@ class ModelShape:
             )
         return tuple(range(*ends) for ends in pairwise(accumulate(counts, initial=0)))
 
+    def by_stage[N: (int, float)](self, of_layer: Callable[[int], N], split: Split) -> list[N]:
+        """Return, per stage, the sum of what its layers have."""
+        return [sum(map(of_layer, layers)) for layers in self.stage_layers(split)]
+
     def _evenly(self, num_stages: int) -> list[int]:
         if num_stages < 1 or self.num_layers % num_stages:
             fits = [n for n in range(1, self.num_layers + 1) if self.num_layers % n == 0]
@@ -361,9 +365,8 @@ class ModelShape:
 
 @lru_cache(maxsize=1024)
 def _stage_flops(shape: ModelShape, split: Split) -> tuple[int, ...]:
-    stages = [sum(map(shape.layer_flops, layers)) for layers in shape.stage_layers(split)]
-    stages[-1] += shape.head_flops
-    return tuple(stages)
+    *others, last = shape.by_stage(shape.layer_flops, split)
+    return (*others, last + shape.head_flops)
 
 
 @lru_cache(maxsize=1024)

@@ -54,7 +54,7 @@ def routes(cluster: Cluster, setup: Setup, num_ranks: int) -> Routes:
     nodes = _nodes(cluster.gpus_per_node, setup, num_ranks)
     levels = tuple(_levels(cluster))
     try:
-        return _routes(nodes, levels, tuple(_nic_of_rank(cluster, setup, num_ranks)))
+        return _routes(nodes, levels, nic_of_rank(cluster, setup, num_ranks))
     except ValueError as error:
         raise ValueError(
             f"tp {setup.tensor_parallel} x pp {num_ranks} x dp {setup.data_parallel} in the order "
@@ -72,9 +72,10 @@ def _levels(cluster: Cluster) -> Iterator[tuple[float, int]]:
         yield nodes / scarcer, nodes
 
 
-def _nic_of_rank(cluster: Cluster, setup: Setup, num_ranks: int) -> Iterator[int]:
+def nic_of_rank(cluster: Cluster, setup: Setup, num_ranks: int) -> tuple[int, ...]:
+    """Return the NIC that each pipeline rank uses."""
     per_node = max(1, cluster.gpus_per_node // gpus_together(setup))
-    return (rank // per_node for rank in range(num_ranks))
+    return tuple(rank // per_node for rank in range(num_ranks))
 
 
 def gpus_together(setup: Setup) -> int:
