@@ -120,20 +120,6 @@ class Cluster:
         """The bandwidth that collectives and messages achieve over all NICs of a node."""
         return self.nic_bytes_per_s * self.nic_efficiency
 
-    def with_gpus(self, num_gpus: int) -> "Cluster":
-        """Return the cluster with another number of GPUs.
-
-        Raises:
-            ValueError: they do not fill their nodes.
-        """
-        if num_gpus < 1 or (num_gpus > self.gpus_per_node and num_gpus % self.gpus_per_node):
-            raise ValueError(
-                f"{num_gpus} GPUs do not fill nodes of {self.gpus_per_node}; "
-                f"try {max(1, round(num_gpus / self.gpus_per_node)) * self.gpus_per_node}"
-            )
-        per_node = min(num_gpus, self.gpus_per_node)
-        return replace(self, num_nodes=num_gpus // per_node, gpus_per_node=per_node)
-
 
 _NODES = """
            GPUs TFLOP/s GiB   NVLink GB/s   NIC Gb/s   host GB/s   host GB   memory GB/s   SMs
@@ -219,7 +205,7 @@ def cluster(name: str) -> Cluster:
     of `Cluster`.
 
     Raises:
-        ValueError: the name or the file does not describe a cluster.
+        ValueError: the name or the file does not describe a cluster, or GPUs do not fill nodes.
     """
     if is_file_name(name):
         return from_file(Path(name), Cluster, "cluster")
@@ -229,7 +215,14 @@ def cluster(name: str) -> Cluster:
             f"unknown cluster {name!r}; write <node>x<gpus>-<Gb/s>g such as a100x128-200g with a "
             f"node of {', '.join(sorted(NODES))}, or name a .json or .toml file"
         )
-    found = replace(NODES[match["node"]].with_gpus(int(match["gpus"])), name=name)
+    node, num_gpus = NODES[match["node"]], int(match["gpus"])
+    per_node = min(num_gpus, node.gpus_per_node)
+    if num_gpus < 1 or num_gpus % per_node:
+        raise ValueError(
+            f"{num_gpus} GPUs do not fill nodes of {node.gpus_per_node}; "
+            f"try {max(1, round(num_gpus / node.gpus_per_node)) * node.gpus_per_node}"
+        )
+    found = replace(node, name=name, num_nodes=num_gpus // per_node, gpus_per_node=per_node)
     if match["gigabits"] is None:
         return found
     return replace(found, nic_bytes_per_s=float(match["gigabits"]) / 8 * GIGA)

@@ -32,8 +32,7 @@ from megatron.fold3d.predict.cost_model.sizes import (
     Setup,
     delayed_bytes,
     exchanged_bytes,
-    expert_gradient_bytes,
-    gradient_bytes,
+    held_parameters,
     message_bytes,
     recomputed_bytes,
     saved_bytes,
@@ -221,9 +220,10 @@ class _Pipeline:
 
     @cached_property
     def _gradient_bytes(self) -> tuple[tuple[float, float], ...]:
-        """The same, of experts apart from all others."""
-        args = self.shape, self.setup, self.split
-        return tuple(zip(gradient_bytes(*args), expert_gradient_bytes(*args), strict=True))
+        """The same, of experts apart from all others, since other GPUs have copies of them."""
+        each = self.setup.gradient_bytes
+        held = held_parameters(self.shape, self.setup, self.split)
+        return tuple((of_stage.dense * each, of_stage.experts * each) for of_stage in held)
 
     def _collectives(self, layer: int) -> int:
         """Return the collectives of a layer's forward that a pair of micro-batches may hide."""

@@ -228,11 +228,6 @@ class ModelShape:
         return sum(stage.total for stage in self.stage_parameters(1))
 
     @property
-    def position_parameters(self) -> int:
-        """Of learned position embeddings."""
-        return 0 if self.rotary_base else (self.max_positions or self.seq_length) * self.hidden_size
-
-    @property
     def embedding_parameters(self) -> int:
         """The parameters of the vocabulary, at one end of the model."""
         return self.vocab_size * self.hidden_size
@@ -376,7 +371,8 @@ def _stage_parameters(shape: ModelShape, split: Split) -> tuple[Parameters, ...]
         for layers in shape.stage_layers(split)
     ]
     vocabulary = Parameters(divided=shape.embedding_parameters)
-    stages[0] += vocabulary + Parameters(whole=shape.position_parameters)
+    positions = 0 if shape.rotary_base else shape.max_positions or shape.seq_length  # learned ones
+    stages[0] += vocabulary + Parameters(whole=positions * shape.hidden_size)
     stages[-1] += Parameters(whole=shape.norm_size * shape.hidden_size)
     if len(stages) > 1 or shape.untied:  # if tied to the first stage's, a copy of its own
         stages[-1] += vocabulary

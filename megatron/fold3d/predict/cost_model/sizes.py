@@ -300,16 +300,6 @@ def tensor_parallel_bytes(shape: ModelShape, setup: Setup) -> float:
     return elements / setup.context_parallel / 2 * setup.element_bytes
 
 
-def gradient_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
-    """Return, per stage, what one GPU syncs with its data-parallel peers, experts apart."""
-    return [held.dense * setup.gradient_bytes for held in held_parameters(shape, setup, split)]
-
-
-def expert_gradient_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
-    """Return, per stage, what one GPU syncs with those that hold the same experts."""
-    return [held.experts * setup.gradient_bytes for held in held_parameters(shape, setup, split)]
-
-
 def exchanged_bytes(shape: ModelShape, setup: Setup, layer: int) -> tuple[float, float]:
     """Return what one GPU sends in a layer's forward of one micro-batch.
 
