@@ -71,7 +71,6 @@ def timeline_of(plan: Plan, where: str, first: bool, transfer: float, sync: floa
     link = Link(
         preemptive=first,
         grad_sync_order="edf" if deferred else "fifo",
-        in_order=True,
     )
     return (steady_state if deferred else simulate)(plan, costs, link)
 

@@ -249,7 +249,6 @@ def test_nodes_that_are_alike_are_as_fast_as_one_of_them(data):
         nic_of_rank=tuple(rank // max(1, per_node // together) for rank in range(pp)),
         routes=routes(cluster, setup, pp),
         preemptive=False,
-        in_order=True,
     )
     timeline = simulate(plan, costs, link)
     every = Ungrouped(plan, costs, cluster, setup)

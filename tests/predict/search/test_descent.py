@@ -46,7 +46,7 @@ def search(
         features=Features(
             gathers_params=gathers, reduces_early=scope["reduces_early"], transfers=False
         ),
-        link=Link(in_order=True, preemptive=False),
+        link=Link(preemptive=False),
         fits=fits,
     )
     first = Choice.plain(stock_schedule(segments), segments, group=group)

@@ -27,7 +27,7 @@ def judge(costs: Costs = SHARDED) -> Judge:
         num_microbatches=2,
         costs=lambda choice: costs.with_replicated(choice.where(optimizer="replicated")),
         features=Features(gathers_params=True, reduces_early=True, transfers=False),
-        link=Link(in_order=True, preemptive=False),
+        link=Link(preemptive=False),
         order=ORDER,
     )
 

@@ -43,7 +43,7 @@ def test_no_order_is_faster_than_the_bound(data: st.DataObject):
         p2p_latency_s=data.draw(st.sampled_from((0.0, 0.1))),
     )
     nics = data.draw(st.sampled_from((tuple(range(ranks)), tuple(r // 2 for r in range(ranks)))))
-    link = Link(nic_of_rank=nics, in_order=data.draw(st.booleans()))
+    link = Link(nic_of_rank=nics)
     whole = simulate(plan, costs, link).period_s
     assert lower_bound_s(plan, costs, nics) <= whole + 1e-9
     if schedule != "zb-h1":

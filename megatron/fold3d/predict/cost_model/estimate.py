@@ -68,7 +68,6 @@ class Estimate:
     def link(self, **rules: Any) -> Link:
         """Return how a plan runs on these links, by some more rules."""
         return Link(
-            in_order=True,
             nic_of_rank=self.nic_of_rank,
             routes=self.routes,
             shard_shares=self.shard_shares,

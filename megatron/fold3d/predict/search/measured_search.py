@@ -80,7 +80,7 @@ def measured_search(
         num_microbatches=order.num_microbatches,
         costs=costs_of,
         features=replace(features, transfers=False),
-        link=Link(in_order=True, preemptive=preemptive, shard_shares=shard_shares),
+        link=Link(preemptive=preemptive, shard_shares=shard_shares),
         fits=fits,
         held=may_hold,
         order=None if frees_order or frees_ahead else order,

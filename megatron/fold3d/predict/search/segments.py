@@ -56,7 +56,6 @@ class SimulatedRun:
         link = Link(
             grad_sync_order="edf" if self.deferred else "fifo",
             preemptive=self.preemptive,
-            in_order=True,
         )
         if not self.deferred:  # all are alike
             return simulate(plan, costs, link)

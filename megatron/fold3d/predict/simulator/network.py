@@ -1,4 +1,4 @@
-"""A fluid model of links that flows share: max-min fair, by urgency, or PP.sync before DP.sync.
+"""A fluid model of links that flows share: max-min fair, or PP.sync before DP.sync.
 
 PP.sync may have priority always, or within a pause budget as in the preemptive communicator.
 Without a budget, messages that fill a link would starve DP.sync.
@@ -93,11 +93,8 @@ class Network:
             without it they share fairly.
         pause_share: the part of the time for which messages may keep collectives off a NIC; when
             it is spent, they share fairly.
-        needed_s: returns the time at which a message is needed, from its tag. Among messages that
-            share a link, the most urgent one goes alone, and is never interrupted if ``whole``.
-            Without this function they share fairly.
         rings_are_buffered: whether a collective sends and receives at rates of their own. It does
-            not if messages go by need, or if it flows through links between switches.
+            not if it flows through links between switches.
     """
 
     def __init__(
@@ -108,8 +105,6 @@ class Network:
         *,
         preemptive: bool,
         pause_share: float = 1.0,
-        needed_s: Callable[[Any], float] | None = None,
-        whole: bool = False,
         rings_are_buffered: bool = False,
     ) -> None:
         # Dicts as ordered sets: equal runs visit equal flows in equal order.
@@ -119,8 +114,7 @@ class Network:
         self._flows: list[dict[Flow, None]] = [{} for _ in range(self._of_nics + len(above))]
         self._background: list[dict[Flow, None]] = [{} for _ in range(num_nics)]
         self._preemptive = preemptive
-        self._needed_s, self._whole = needed_s, whole
-        self._apart = rings_are_buffered and needed_s is None
+        self._apart = rings_are_buffered
         self._budgets = [
             PauseBudget(clock, nic, pause_share, self._make_equal)
             for nic in range(num_nics if preemptive and pause_share < 1 else 0)
@@ -239,9 +233,7 @@ class Network:
     ) -> Iterable[tuple[Flow, float]]:
         if self._capacity:
             return _weighted_max_min(flows, {link: self._capacity[link] for link in links})
-        if self._needed_s is None:
-            return _max_min(links, flows, self._flows)
-        return list(_by_need(links, flows, self._needed_s, whole=self._whole))
+        return _max_min(links, flows, self._flows)
 
     def _share_what_is_left(self) -> None:
         """Give collectives that yield to messages the bandwidth that messages leave."""
@@ -349,26 +341,3 @@ def _weighted_max_min(
             for link, weight in zip(flow.links, flow.weights, strict=True):
                 free[link] = max(0.0, free[link] - weight * rate)
                 count[link] -= weight
-
-
-def _by_need(
-    links: Iterable[int],
-    flows: Iterable[Flow],
-    needed_s: Callable[[Any], float],
-    *,
-    whole: bool,
-) -> Iterator[tuple[Flow, float]]:
-    """Yield rates: the most urgent flow takes all of its links; collectives come last."""
-
-    def place(flow: Flow) -> tuple[bool, bool, float]:
-        has_begun = whole and flow.rate > 0
-        return flow.is_collective, not has_begun, 0 if flow.is_collective else needed_s(flow.tag)
-
-    free = dict.fromkeys(links, 1.0)
-    for flow in sorted(flows, key=place):
-        rate = min(free[link] for link in flow.links)
-        if whole and rate < 1:
-            rate = 0.0
-        for link in flow.links:
-            free[link] -= rate
-        yield flow, rate

@@ -131,7 +131,7 @@ def replay(
         iterations: the number of measured iterations.
         sends_waited_for: as in `Link`, for a plan that ends its DP.sync with the iteration.
     """
-    link = Link(preemptive=False, in_order=True)
+    link = Link(preemptive=False)
     if plan.flushes:
         link = replace(link, sends_waited_for=sends_waited_for)
         return simulate(plan, costs, link, iterations=iterations)

@@ -2,8 +2,9 @@
 
 Each rank runs its program strictly in order, one computation at a time. A message leaves at its
 SEND or, in a plan without transfers, when its computation ends. After its latency it flows through
-the NICs of both ranks; the computation that reads it waits for it. A RECV does nothing here, since
-`add_p2p` always posts receives in time.
+the NICs of both ranks, behind earlier ones from the one to the other, as in one communicator; the
+computation that reads it waits for it. A RECV does nothing here, since `add_p2p` always posts
+receives in time.
 
 Sums and all-gathers go into their rank's queue of DP.sync, which sends one at a time; what Megatron
 reads at the end of the iteration has a queue of its own. What an action waits for is in the plan:
@@ -16,7 +17,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron.fold3d.observe.messages import message_from, reader_of, send_of, source_of
+from megatron.fold3d.observe.messages import message_from, send_of, source_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
 from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, SYNC_OPS, TABLE, UPDATE_OPS, Place
@@ -50,8 +51,6 @@ def simulate(plan: Plan, costs: Costs, link: Link = PLAIN, *, iterations: int = 
         raise PlanError(
             f"found {len(nics)} NICs; the plan has {plan.num_ranks} ranks, one for each"
         )
-    if link.routes.capacities and link.needed_s is not None:
-        raise PlanError("messages go by need on NICs alone; simulate them without switches")
     device = link.device
     if device is not None and plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan, receives_late=device.connections == 1)
@@ -94,7 +93,7 @@ class _Message(NamedTuple):
     fact: int
     left_s: float
     channel: "deque[_Message]"
-    """The messages that go one after the other with it; empty without an order."""
+    """The messages from its sender to its receiver, which go one after the other."""
 
 
 class _Run:
@@ -115,8 +114,6 @@ class _Run:
             link.routes.capacities,
             preemptive=link.preemptive,
             pause_share=link.pause_share,
-            needed_s=None if link.needed_s is None else self._needed_s,
-            whole=link.whole_messages,
             rings_are_buffered=costs.rings_are_buffered,
         )
         self.flushes = steps.plan.flushes
@@ -255,11 +252,9 @@ class _Run:
 
     def _flow(self, message: _Message) -> None:
         """Start a message once the earlier ones of its channel have arrived."""
-        if self.link.in_order:
-            message.channel.append(message)
-            if len(message.channel) > 1:
-                return
-        self._put_on_network(message)
+        message.channel.append(message)
+        if len(message.channel) == 1:
+            self._put_on_network(message)
 
     def _put_on_network(self, message: _Message) -> None:
         source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
@@ -268,9 +263,6 @@ class _Run:
         self.network.start_flow(
             self.network.message(source, target, work_s, self._arrive, message, uses)
         )
-
-    def _needed_s(self, message: _Message) -> float:
-        return (self.link.needed_s or {}).get(reader_of(message.action), 0.0)
 
     def _arrive(self, message: _Message) -> None:
         sender, receiver, action, fact, left_s, channel = message
