@@ -27,8 +27,7 @@ from megatron.fold3d.predict.cost_model.sizes import (
 )
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
-from megatron.fold3d.predict.simulator.simulate import simulate
-from megatron.fold3d.predict.simulator.steady import steady_state
+from megatron.fold3d.predict.simulator.simulate import simulate, steady_state
 from tests.plans import deferred_grad_sync
 
 DATA = json.loads((Path(__file__).parents[1] / "data/fold3d_tables.json").read_text())

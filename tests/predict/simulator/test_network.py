@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
+from megatron.fold3d.predict.simulator.link import Use
 from megatron.fold3d.predict.simulator.network import Flow, Network
-from megatron.fold3d.predict.simulator.routes import Use
 
 pairs = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda pair: pair[0] != pair[1])
 

@@ -43,8 +43,7 @@ from megatron.fold3d.predict.cost_model.sizes import (
 from megatron.fold3d.predict.cost_model.stragglers import slowdowns
 from megatron.fold3d.predict.cost_model.training_flops import recomputed_flops
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.link import Link
-from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
+from megatron.fold3d.predict.simulator.link import NO_SWITCHES, Link, Routes
 
 
 @dataclass(frozen=True, slots=True)

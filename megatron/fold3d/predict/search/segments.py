@@ -14,8 +14,7 @@ from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.search.rank_work import rank_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
-from megatron.fold3d.predict.simulator.simulate import simulate
-from megatron.fold3d.predict.simulator.steady import TOLERANCE, steady_state
+from megatron.fold3d.predict.simulator.simulate import TOLERANCE, steady_state
 
 WORTH_UNEVEN = 0.01  # measured times are not better than that
 # Layouts simulated for a number of segments: fewer where an iteration has more computations.
@@ -57,8 +56,6 @@ class SimulatedRun:
             grad_sync_order="edf" if self.deferred else "fifo",
             preemptive=self.preemptive,
         )
-        if not self.deferred:  # all are alike
-            return simulate(plan, costs, link)
         return steady_state(plan, costs, link)
 
 

@@ -1,14 +1,44 @@
 """The links of a plan that runs, and how it shares them: what waits, and what goes first."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from megatron.fold3d.plan.device_queues import MOST_OUTSTANDING
 from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.plan.ops import WAYS
-from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
 
 GradSyncOrder = Literal["fifo", "edf"]
+
+
+class Use(NamedTuple):
+    """A link between switches that a flow takes."""
+
+    link: int
+    flows: int
+    """How many flows that are equal to this one share the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The links between switches that flows use; none if no link is scarcer than a NIC.
+
+    A simulated rank represents all nodes that hold the same part of the model. These nodes send the
+    same amounts through the same switches, or through other switches with the same load. So a link
+    here represents all links with the same load.
+    """
+
+    capacities: tuple[float, ...] = ()
+    """Bandwidth of each link in one direction, relative to the NICs of a node."""
+    of_flow: Mapping[tuple[int, int], tuple[Use, ...]] = field(default_factory=dict)
+    """The links by sending and receiving pipeline rank; the same one twice is its DP.sync."""
+
+    def of(self, sender: int, receiver: int) -> tuple[Use, ...]:
+        """Return the links of a message from rank to rank, or of a rank's DP.sync."""
+        return self.of_flow.get((sender, receiver), ())
+
+
+NO_SWITCHES = Routes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

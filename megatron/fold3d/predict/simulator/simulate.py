@@ -31,6 +31,9 @@ from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
 from megatron.fold3d.predict.simulator.sync_queue import SyncQueue
 
+TOLERANCE = 1e-6  # of a steady iteration
+_FEWEST, _MOST = 3, 24  # iterations until one is steady
+
 
 @gc_paused()
 def simulate(plan: Plan, costs: Costs, link: Link = PLAIN, *, iterations: int = 1) -> Timeline:
@@ -54,15 +57,33 @@ def simulate(plan: Plan, costs: Costs, link: Link = PLAIN, *, iterations: int = 
     device = link.device
     if device is not None and plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan, receives_late=device.connections == 1)
-    steps = Steps(
-        plan,
-        costs,
-        shard_shares=link.shard_shares,
-        pairs_overlap=link.overlap_tensor_parallel,
-    )
+    steps = Steps(plan, costs, link)
     if device is not None:
-        return DeviceRun(steps, costs, link, device, iterations).timeline()
-    return _Run(steps, costs, link, iterations).timeline()
+        return DeviceRun(steps, device, iterations).timeline()
+    return _Run(steps, iterations).timeline()
+
+
+def steady_state(plan: Plan, costs: Costs, link: Link = PLAIN) -> Timeline:
+    """Simulate until iterations take equally long, so that the last one is steady.
+
+    If ranks meet between iterations, the first one is. With work deferred into the next iteration,
+    the first ones differ. If they alternate without end, the simulation stops after `_MOST`.
+
+    Args:
+        plan: a plan with DP.sync; without it every iteration is steady.
+        costs: the costs of the plan's stages.
+        link: how the plan is run.
+    """
+    if plan.flushes:
+        return simulate(plan, costs, link)
+    iterations = _FEWEST
+    while True:
+        timeline = simulate(plan, costs, link, iterations=iterations)
+        *_, before_s, start_s, end_s = (0.0, *timeline.iteration_ends_s(0))
+        settled = abs((end_s - start_s) - (start_s - before_s)) <= TOLERANCE * (end_s - start_s)
+        if settled or iterations >= _MOST:
+            return timeline
+        iterations *= 2
 
 
 @dataclass(slots=True, eq=False)
@@ -99,15 +120,14 @@ class _Message(NamedTuple):
 class _Run:
     """All ranks, the network that they share, and the facts that have come true."""
 
-    def __init__(self, steps: Steps, costs: Costs, link: Link, iterations: int) -> None:
-        self.steps, self.costs, self.link = steps, costs, link
-        self.iterations = iterations
-        self.nics = link.nic_of_rank or tuple(range(len(steps.programs)))
-        self.sends_waited_for = frozenset() if costs.sends_are_buffered else link.sends_waited_for
+    def __init__(self, steps: Steps, iterations: int) -> None:
+        self.steps, self.iterations = steps, iterations
+        costs, link, nics = steps.costs, steps.link, steps.nics
+        self.costs, self.link, self.nics = costs, link, nics
         self.channels: defaultdict[tuple[int, int, Op], deque[_Message]] = defaultdict(deque)
         self.clock = SimulatedClock()
         # Behind the NICs, one more pair of links per rank: for DP.sync that stays in the node.
-        local_nics = range(1 + max(self.nics), 1 + max(self.nics) + len(self.nics))
+        local_nics = range(1 + max(nics), 1 + max(nics) + len(nics))
         self.network = Network(
             self.clock,
             local_nics.stop,
@@ -119,12 +139,12 @@ class _Run:
         self.flushes = steps.plan.flushes
         self.times_true = [0] * len(steps.named)
         self.at_flush: list[_Rank] = []
-        sync_nics = local_nics if costs.grad_sync_local else self.nics
-        self.ranks = list(map(self._rank, range(len(self.nics)), steps.programs, sync_nics))
+        sync_nics = local_nics if costs.grad_sync_local else nics
+        self.ranks = list(map(self._rank, range(len(nics)), steps.programs, sync_nics))
 
     def _rank(self, number: int, program: list[Step], nic: int) -> _Rank:
         spans: list[Span] = []
-        uses = self.link.routes.collective(number)
+        uses = self.link.routes.of(number, number)
         write, done = spans.append, self.come_true
         orders: dict[Place, GradSyncOrder] = {
             Place.DP_SYNC: self.link.grad_sync_order,
@@ -169,7 +189,8 @@ class _Run:
                     rank.awaits = needed  # copies wait on their streams
                     return
             if op in COMPUTE_OPS or (seconds and op in UPDATE_OPS):
-                self._occupy(rank, seconds)
+                rank.since_s = self.clock.now_s
+                self.clock.at(rank.since_s + seconds, self._finish, rank)
                 return
             if op in SYNC_OPS:
                 rank.queues[TABLE[op].place].enqueue_sync(step, iteration)
@@ -213,10 +234,6 @@ class _Run:
         for waiting in ranks:
             self.advance(waiting)
 
-    def _occupy(self, rank: _Rank, seconds: float) -> None:
-        rank.since_s = self.clock.now_s
-        self.clock.at(rank.since_s + seconds, self._finish, rank)
-
     def _finish(self, rank: _Rank) -> None:
         step = rank.program[rank.position]
         if step.action.op in COMPUTE_OPS:
@@ -239,7 +256,7 @@ class _Run:
         action = message_from(step.action)
         channel = self.channels[sender.number, receiver.number, action.op]
         message = _Message(sender, receiver, action, step.fact, leaves_s, channel)
-        if self.sends_waited_for and source_of(action).op in self.sends_waited_for:
+        if (waited_for := self.steps.sends_waited_for) and source_of(action).op in waited_for:
             sender.awaits_arrival = message
         local = self.nics[sender.number] == self.nics[receiver.number]
         if local or not costs.p2p_s:
@@ -259,7 +276,7 @@ class _Run:
     def _put_on_network(self, message: _Message) -> None:
         source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
         work_s = self.costs.p2p_s
-        uses = self.link.routes.message(message.sender.number, message.receiver.number)
+        uses = self.link.routes.of(message.sender.number, message.receiver.number)
         self.network.start_flow(
             self.network.message(source, target, work_s, self._arrive, message, uses)
         )
