@@ -31,14 +31,12 @@ class SimulatedRun:
         num_microbatches: per iteration.
         schedule: the schedule.
         deferred: whether DP.sync may reach into the next iteration.
-        preemptive: whether PP.sync goes before DP.sync on a link.
     """
 
     num_ranks: int
     num_microbatches: int
     schedule: str = "aiao"
     deferred: bool = True
-    preemptive: bool = True
 
     def timeline(self, num_segments: int, costs: Costs) -> Timeline:
         """Return iterations until they are steady."""
@@ -54,17 +52,9 @@ class SimulatedRun:
         plan = lower(order, choice, Features(transfers=False))
         link = Link(
             grad_sync_order="edf" if self.deferred else "fifo",
-            preemptive=self.preemptive,
+            preemptive=False,
         )
         return steady_state(plan, costs, link)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentLayers:
-    """A number of segments, and the layers of each stage; without any all have equally many."""
-
-    segments: Segments
-    layers: Layers = ()
 
 
 def by_simulation(
@@ -88,7 +78,7 @@ def with_layers(
     costs: Callable[[Layers], Costs],
     pipeline: SimulatedRun,
     fits: Callable[[Timeline, Layers, Layers], bool] = lambda *_: True,
-) -> SegmentLayers:
+) -> Segments:
     """Return the number of segments and the layers of stages with the shortest steady iteration.
 
     Layers are uneven only where that gains 1%, or where no number of segments divides them.
@@ -134,11 +124,11 @@ def with_layers(
     if chosen is not None:
         least_s = iterations_s[chosen.num_segments]
         if not layout.iteration_s <= least_s * (1 - WORTH_UNEVEN):
-            return SegmentLayers(segments=chosen)
+            return chosen
     if len(set(layout.layers)) == 1:
-        return SegmentLayers(segments=by_iteration_time({best: layout.iteration_s}, 0.0))
+        return by_iteration_time({best: layout.iteration_s}, 0.0)
     how = "none is better" if layout.is_exact else f"the best of {layout.simulated} that were tried"
     reason = f"layers {','.join(map(str, layout.layers))} take {layout.iteration_s:.3g} s, {how}"
     if chosen is not None:
         reason += f"; even ones: {chosen.reason}"
-    return SegmentLayers(segments=Segments(num_segments=best, reason=reason), layers=layout.layers)
+    return Segments(num_segments=best, reason=reason, layers=layout.layers)
