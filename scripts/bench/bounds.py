@@ -17,7 +17,6 @@ from megatron.fold3d.plan.schedule_word import Segments
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.replicated_segments import units
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
-from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.lower_bound import Bounds, bounds_of
 from scripts.bench.predict import Job
 from scripts.bench.summary import Run
@@ -102,7 +101,7 @@ def _bounds(job: Job, num_segments: int) -> Iterator[Bounds]:
     behind = Choice.plain("aiao", num_segments).changed(wgrad="behind")
     plan = lower(order, behind, Features(reduces_early=True))
     for segments in replicated_sets(job, num_segments):
-        costs = with_replicated(known.costs, stages_of(segments, job.num_ranks))
+        costs = known.costs.with_replicated(stages_of(segments, job.num_ranks))
         yield bounds_of(plan, costs, known.nic_of_rank)
 
 

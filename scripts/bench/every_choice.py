@@ -20,7 +20,6 @@ from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.ops import SUM_OPS, TABLE
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.lower_bound import exposed_s
 from megatron.fold3d.predict.simulator.simulate import simulate
@@ -98,7 +97,7 @@ class EveryChoice:
 
     def _costs(self, choice: Choice) -> Costs:
         whole = choice.stages(self._order.num_ranks, optimizer="replicated")
-        return with_replicated(self._known.costs, whole)
+        return self._known.costs.with_replicated(whole)
 
     def _plan(self, choice: Choice) -> Plan:
         features = Features(gathers_params=True, transfers=False, reduces_early=True)

@@ -6,9 +6,7 @@
 One replica, equal stages; a forward of a stage takes 1, a backward 2, half of it weight gradients.
 With several segments a rank computes as much as with one, and sends as many messages more. Stock
 waits for its sends, and its strongest is sought over 1F1B, two and four segments, and groups of p
-and m. A time is a multiple of the lower bound that no order beats. The last two columns have the
-same order where both ends of a link let the message go first that is needed first, whole or cut as
-finely as it takes. No runtime does that: they say what it could gain.
+and m. A time is a multiple of the lower bound that no order beats.
 """
 
 import argparse
@@ -16,10 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features
-from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.search.descent import Descent, Space
@@ -31,7 +27,7 @@ from megatron.fold3d.predict.simulator.lower_bound import lower_bound_s
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 SHARES = (0.0, 0.2, 0.4, 0.8)  # of a stage's computation, that a transfer takes
-OURS = Link(in_order=True)
+OURS = Link()
 
 
 def costs_of(num_ranks: int, num_segments: int, transfer: float, recompute: bool) -> Costs:
@@ -76,23 +72,6 @@ def fastest(costs: Costs, num_ranks: int, num_microbatches: int, *, gaps: bool) 
     return Descent(judge, Space(orders=orders, free=free)).best
 
 
-def by_need_s(plan: Plan, costs: Costs, *, whole: bool) -> float:
-    """Return the iteration if messages go in the order in which they were needed before."""
-    timeline = simulate(plan, costs, OURS)
-    times_s = [timeline.period_s]
-    for _ in range(3):
-        needed_s = {
-            span.action: span.start_s
-            for rank in range(plan.num_ranks)
-            for span in timeline.lane(rank, Lane.COMPUTE)
-            if span.action
-        }
-        ordered = replace(OURS, needed_s=needed_s, whole_messages=whole)
-        timeline = simulate(plan, costs, ordered)
-        times_s.append(timeline.period_s)
-    return min(times_s)
-
-
 def rows(num_ranks: int, recompute: bool) -> Iterator[Sequence[str]]:
     """Yield a row per number of micro-batches and transfer."""
     for rounds in (1, 2, 4):
@@ -115,7 +94,6 @@ def rows(num_ranks: int, recompute: bool) -> Iterator[Sequence[str]]:
                 f"{placed.seconds / bound_s:.2f} (N={placed.choice.ahead})",
                 f"{stock['1f1b'] / placed.seconds:.2f}",
                 f"{stock[strongest] / placed.seconds:.2f}",
-                *(f"{by_need_s(placed.order, one, whole=w) / bound_s:.2f}" for w in (True, False)),
             )
 
 
@@ -130,7 +108,6 @@ def main() -> None:
     titles = [
         *("m", "transfer", "stock default", "strongest stock", "forwards ahead"),
         *("and weight gradients", "x default", "x strongest"),
-        *("by need, whole", "and cut"),
     ]
     print(f"| {' | '.join(titles)} |\n|{'--:|' * len(titles)}")
     for row in rows(args.ranks, args.recompute):

@@ -87,7 +87,7 @@ def preemption(model: str, gigabits: float, *, sharded: bool) -> str:
     c = plain if sharded else plain.changed(step="next")
     gpus = cluster(f"a100x128-{gigabits:g}g")
     known = estimate(model_shape(model), gpus, setup, num_ranks=pp, num_segments=4)
-    rules = Link(nic_of_rank=known.nic_of_rank, preemptive=False, in_order=True)
+    rules = Link(nic_of_rank=known.nic_of_rank, preemptive=False)
     shares = () if sharded else auto_shares(plan_of(c), known.costs, rules)
     sliced = plan_of(c.with_options(slices=True), shares=shares, transfers=True, receives_late=True)
     one = replace(rules, device=Device(connections=1))

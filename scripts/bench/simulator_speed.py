@@ -31,7 +31,7 @@ def seconds(num_ranks: int, num_segments: int, num_microbatches: int) -> tuple[i
     plan = lower(order, choice, Features(transfers=False))
     costs = Costs.uniform(plan.num_stages, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
     start_s = time.process_time()
-    simulate(plan, costs, Link(grad_sync_order="edf", in_order=True))
+    simulate(plan, costs, Link(grad_sync_order="edf"))
     return sum(map(len, plan.programs)), time.process_time() - start_s
 
 

@@ -118,7 +118,6 @@ def _timeline(point: Point, name: str, *, sharded: bool = False) -> Timeline:
         seconds = replace(seconds, p2p_s=seconds.p2p_s * point.tp)
     link = Link(
         nic_of_rank=costs.nic_of_rank,
-        in_order=True,
         sends_waited_for=sends_stock_waits_for(candidate.num_segments),
     )
     return simulate(plan, seconds, link)

@@ -17,7 +17,7 @@ from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.predict.cost_model.transformer import p2p_bytes
+from megatron.fold3d.predict.cost_model.sizes import Setup, message_bytes
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
@@ -61,7 +61,7 @@ def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
 
     # Megatron sends each element once and gathers in the node, DeepSpeed from every TP rank.
     copies = row["tp"] if row["system"].startswith("DSpeed") else 1
-    sent = p2p_bytes(MICROBATCH_SIZE, shape.seq_length, shape.hidden_size)
+    sent = message_bytes(shape, Setup(microbatch_size=MICROBATCH_SIZE))
     p2p_s = sent * copies * tables.replicas_per_node(row) / bytes_per_s
     folds = row["system"] == "Fold3D"
     blocked_s = 0.0 if folds else p2p_s  # the baselines' ranks stand still for their transfers

@@ -12,11 +12,12 @@ from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
+from megatron.fold3d.predict.cost_model.cluster import cluster
+from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import (
     Setup,
     delayed_bytes,
-    gradient_bytes,
     held_parameters,
     layer_bytes,
     message_bytes,
@@ -26,8 +27,7 @@ from megatron.fold3d.predict.cost_model.sizes import (
 )
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
-from megatron.fold3d.predict.simulator.simulate import simulate
-from megatron.fold3d.predict.simulator.steady import steady_state
+from megatron.fold3d.predict.simulator.simulate import simulate, steady_state
 from tests.plans import deferred_grad_sync
 
 DATA = json.loads((Path(__file__).parents[1] / "data/fold3d_tables.json").read_text())
@@ -203,7 +203,8 @@ def test_messages_gradients_and_the_last_stage():
     shape, setup = model_shape("gpt3-18b"), Setup(tensor_parallel=8, sequence_parallel=True)
     assert message_bytes(shape, setup) == 1024 * 6144 * 2 / 8
     (held,) = held_parameters(shape, setup, 1)
-    assert sum(gradient_bytes(shape, setup, 1)) == 4 * held.dense
+    on_gpus = estimate(shape, cluster("a100x8"), setup, num_ranks=1, num_segments=1)
+    assert on_gpus.gradient_bytes == (4 * held.dense,)
     # Norms, positions and biases behind a sum are on all ranks.
     assert held.dense == pytest.approx(shape.num_parameters / 8, rel=5e-3)
     assert held.dense > shape.num_parameters / 8

@@ -34,11 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.fold3d.commands.job import setup_of
 from megatron.fold3d.commands.megatron_flags import described, shape_of
 from megatron.fold3d.config.layer_split import stage_layers
-from megatron.fold3d.predict.cost_model.sizes import (
-    expert_gradient_bytes,
-    gradient_bytes,
-    held_parameters,
-)
+from megatron.fold3d.predict.cost_model.sizes import held_parameters
 from megatron.fold3d.training import launch
 
 REST = (
@@ -234,22 +230,15 @@ def _counted(args: Namespace) -> list[Sizes]:
     """Return what the planner counts, of one GPU, for each stage."""
     shape, setup = shape_of(args), setup_of(args, args.data_parallel_size)
     setup.check(shape)
-    layers = stage_layers(args)
-    rows = zip(
-        held_parameters(shape, setup, layers),
-        gradient_bytes(shape, setup, layers),
-        expert_gradient_bytes(shape, setup, layers),
-        strict=True,
-    )
     return [
         Sizes(
             held.dense,
             held.experts,
             (held.dense + held.experts) * setup.element_bytes,
-            of_dense,
-            of_experts,
+            held.dense * setup.gradient_bytes,
+            held.experts * setup.gradient_bytes,
         )
-        for held, of_dense, of_experts in rows
+        for held in held_parameters(shape, setup, stage_layers(args))
     ]
 
 

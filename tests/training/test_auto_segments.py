@@ -28,7 +28,6 @@ MEASURED = HardwareProfile(
     grad_sync_latency_s=0.001,
     layer_gradient_bytes=3e6,
     head_gradient_bytes=1e6,
-    host_copy_bytes_per_s=1e10,
 )
 
 

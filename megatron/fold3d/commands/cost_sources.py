@@ -15,7 +15,6 @@ from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
 from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
 
 CostsOf = Callable[[Candidate], Estimate]
@@ -129,7 +128,7 @@ def in_numbers(args: Namespace) -> CostsOf:
         else:
             costs = Costs.uniform(stages, **dict(args.seconds or ()))
         if whole := candidate.choice.stages(ranks, optimizer="replicated"):
-            costs = with_replicated(costs, whole)
+            costs = costs.with_replicated(whole)
         nothing = Footprint(static_bytes=(0.0,) * ranks, saved_bytes=(0.0,) * stages)
         return Estimate(costs, nothing, tuple(range(ranks)))
 

@@ -1,4 +1,4 @@
-"""Data classes from JSON and TOML files, and numbers that are checked wherever they come from."""
+"""Data classes from JSON and TOML files, and fields that are checked wherever they come from."""
 
 import json
 import tomllib
@@ -85,31 +85,25 @@ def from_file[T](path: Path, kind: type[T], what: str) -> T:
         raise ValueError(f"{path}: {error}") from None
 
 
-def check_numbers(of: Any, *, may_be_zero: Iterable[str] = ()) -> None:
-    """Check that every numeric field of a data class holds a valid number.
+def check_fields(of: Any, *, may_be_zero: Iterable[str] = ()) -> None:
+    """Check that the fields of a data class hold numbers, text and truth values as they should.
 
     Args:
         of: the object; ``int`` fields must hold whole numbers, and all numbers be above zero.
-        may_be_zero: the fields that may be zero as well.
+        may_be_zero: the fields that may be zero as well, beside those that are by default.
 
     Raises:
-        ValueError: one is text, not finite, negative, or zero.
+        ValueError: one is of another type or, of numbers, not finite, negative, or zero.
     """
     zero = frozenset(may_be_zero)
     for field in fields(of):
+        value = getattr(of, field.name)
         if field.type in (int, float):
-            _check_number(field, getattr(of, field.name), may_be_zero=field.name in zero)
-
-
-def check_names(of: Any) -> None:
-    """Check that every text field of a data class holds text.
-
-    Raises:
-        ValueError: one is not.
-    """
-    for field in fields(of):
-        if field.type is str and not isinstance(value := getattr(of, field.name), str):
+            _check_number(field, value, may_be_zero=field.name in zero or field.default == 0)
+        elif field.type is str and not isinstance(value, str):
             raise ValueError(f"found {field.name}={value!r}; it is text")
+        elif field.type is bool and not isinstance(value, bool):
+            raise ValueError(f"found {field.name}={value!r}; it is true or false")
 
 
 def is_number(value: object) -> bool:

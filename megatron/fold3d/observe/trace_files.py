@@ -9,13 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from megatron.fold3d.observe.fields import (
-    check_names,
-    check_numbers,
-    is_number,
-    parse_json,
-    read_text,
-)
+from megatron.fold3d.observe.fields import check_fields, is_number, parse_json, read_text
 from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.observe.trace_words import from_version_1
 from megatron.fold3d.plan.ir import gc_paused
@@ -79,7 +73,7 @@ class IterationTrace:
 
     def check(self) -> None:
         """Check that every number in it is valid; see `RankTrace.check`."""
-        check_numbers(self, may_be_zero=("iteration", "start_s", "end_s", "host_memory_bytes"))
+        check_fields(self, may_be_zero=("iteration", "start_s", "end_s", "host_memory_bytes"))
         others = (self.gpu_memory_bytes or 0, *self.counts.values())
         if wrong := [number for number in others if not is_number(number)]:
             raise ValueError(f"found {wrong[0]!r} in iteration {self.iteration}; it is a number")
@@ -90,12 +84,6 @@ class IterationTrace:
             if event.kind not in LANES:
                 known = ", ".join(LANES)
                 raise ValueError(f"found an event of kind {event.kind!r}; known are {known}")
-
-
-_MAY_BE_ZERO = (
-    *("rank", "pp_rank", "dp_rank", "tp_rank", "cp_rank"),
-    *("microbatch_flops", "recomputed_flops"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +152,7 @@ class RankTrace:
         Raises:
             ValueError: a value is not a number, or out of its range.
         """
-        check_names(self)
-        check_numbers(self, may_be_zero=_MAY_BE_ZERO)
+        check_fields(self, may_be_zero=("rank", "pp_rank", "dp_rank", "tp_rank"))
         if self.pp_rank >= self.num_ranks:
             raise ValueError(f"found pp_rank={self.pp_rank} of num_ranks={self.num_ranks}")
         if self.num_segments > _MOST_SEGMENTS:

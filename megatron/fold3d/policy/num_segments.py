@@ -10,10 +10,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """A number of segments and the reason for it."""
+    """A number of segments and the reason for it.
+
+    Attributes:
+        num_segments: segments of a rank.
+        reason: why so many.
+        layers: the number of layers of each stage, where the numbers differ.
+    """
 
     num_segments: int
     reason: str
+    layers: tuple[int, ...] = ()
 
 
 def by_rule(

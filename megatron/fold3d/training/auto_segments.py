@@ -23,12 +23,7 @@ from megatron.fold3d.policy.num_segments import Segments, by_rule
 from megatron.fold3d.policy.partition import Layers
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.predict.search.candidates import MOST_SEGMENTS
-from megatron.fold3d.predict.search.segments import (
-    SegmentLayers,
-    SimulatedRun,
-    by_simulation,
-    with_layers,
-)
+from megatron.fold3d.predict.search.segments import SimulatedRun, by_simulation, with_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +33,20 @@ class SegmentChoice:
     Attributes:
         rule: the paper's, if it has one: it knows equally many layers only.
         simulation: the simulator's.
-        layers: the number of layers of each stage, where the numbers differ.
     """
 
     rule: Segments | None
     simulation: Segments
-    layers: Layers = ()
 
     @property
     def num_segments(self) -> int:
         """The simulator's: it knows the schedule, and what else is on the links."""
         return self.simulation.num_segments
+
+    @property
+    def layers(self) -> Layers:
+        """The number of layers of each stage, where the numbers differ."""
+        return self.simulation.layers
 
     @property
     def flags(self) -> list[str]:
@@ -92,17 +90,14 @@ def choose(
         num_microbatches=num_microbatches,
         schedule="aiao" if word.order == AUTO else word.order,
         deferred=word.value("step") == "next",
-        preemptive=False,
     )
     if fits is None or not may_be_uneven(args):
         if not options:
             raise ValueError(f"--segments auto: {uneven_ranks(args)}")
-        found = SegmentLayers(
-            segments=by_simulation(
-                options,
-                lambda n: measured.costs((layers / (num_ranks * n),) * (num_ranks * n)),
-                pipeline,
-            )
+        found = by_simulation(
+            options,
+            lambda n: measured.costs((layers / (num_ranks * n),) * (num_ranks * n)),
+            pipeline,
         )
     else:
         others = range(1, min(MOST_SEGMENTS, layers // num_ranks) + 1)
@@ -116,4 +111,4 @@ def choose(
             grad_sync_s=measured.grad_sync_s(rank_layers * measured.layer_gradient_bytes),
             num_microbatches=num_microbatches,
         )
-    return SegmentChoice(rule=rule, simulation=found.segments, layers=found.layers)
+    return SegmentChoice(rule=rule, simulation=found)

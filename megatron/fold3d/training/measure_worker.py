@@ -139,7 +139,6 @@ def _measure(args: Namespace, device: torch.device) -> HardwareProfile:
         grad_sync_latency_s=grad_sync.latency_s,
         layer_gradient_bytes=layer_bytes,
         head_gradient_bytes=last_bytes - layer_bytes,
-        host_copy_bytes_per_s=1 / lanes.host_copies(device).s_per_byte,
         rings_are_buffered=rings_are_buffered(hidden_bytes, dist.get_backend(groups.dp_cp)),
     )
 

@@ -17,8 +17,7 @@ from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.place_weight_grads import StageTimes, place_weight_grads
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
-from megatron.fold3d.predict.simulator.simulate import simulate
-from megatron.fold3d.predict.simulator.steady import steady_state
+from megatron.fold3d.predict.simulator.simulate import steady_state
 from scripts.playground import page
 from tests.browser import CHROMIUM, MISSING, look
 from tests.plans import planned
@@ -71,9 +70,8 @@ def timeline_of(plan: Plan, where: str, first: bool, transfer: float, sync: floa
     link = Link(
         preemptive=first,
         grad_sync_order="edf" if deferred else "fifo",
-        in_order=True,
     )
-    return (steady_state if deferred else simulate)(plan, costs, link)
+    return steady_state(plan, costs, link)
 
 
 def test_the_page_in_the_docs_is_what_its_script_writes():

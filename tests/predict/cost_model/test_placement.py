@@ -21,8 +21,7 @@ from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster
 from megatron.fold3d.predict.cost_model.placement import routes
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.link import Link
-from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Use
+from megatron.fold3d.predict.simulator.link import NO_SWITCHES, Link, Use
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.plans import planned
 
@@ -249,7 +248,6 @@ def test_nodes_that_are_alike_are_as_fast_as_one_of_them(data):
         nic_of_rank=tuple(rank // max(1, per_node // together) for rank in range(pp)),
         routes=routes(cluster, setup, pp),
         preemptive=False,
-        in_order=True,
     )
     timeline = simulate(plan, costs, link)
     every = Ungrouped(plan, costs, cluster, setup)
@@ -268,10 +266,10 @@ def test_links_that_carry_the_same_are_one():
     # A rank of 32 nodes fills two of four pods: all its messages leave them, 16 through each.
     found = routes(POD, Setup(tensor_parallel=8, data_parallel=32), 2)
     assert found.capacities == (4.0, 4.0, 4.0, 4.0)  # up and down, for either rank
-    assert found.of_message[0, 1] == (Use(0, 16), Use(1, 16))
-    assert found.of_message[1, 0] == (Use(2, 16), Use(3, 16))
+    assert found.of(0, 1) == (Use(0, 16), Use(1, 16))
+    assert found.of(1, 0) == (Use(2, 16), Use(3, 16))
     # Of its ring, one edge leaves each pod: beside the messages, of the same links.
-    assert found.of_collective[0] == (Use(0, 1), Use(3, 1))
+    assert found.of(0, 0) == (Use(0, 1), Use(3, 1))
 
 
 def test_links_that_carry_all_that_nics_send_are_left_out():

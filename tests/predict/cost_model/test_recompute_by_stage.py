@@ -11,9 +11,8 @@ from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.recompute_by_stage import (
-    costs_with_counts,
+    estimate_with_counts,
     fewest_recomputed,
-    footprint_with_counts,
 )
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
 from megatron.fold3d.predict.simulator.simulate import simulate
@@ -37,29 +36,26 @@ def known(recompute: Recompute) -> Estimate:
 
 def test_recomputing_nothing_costs_what_it_does_without_recomputation():
     full, none, zeros = known("full"), known("none"), (0,) * (P * NS)
-    costs = costs_with_counts(full.costs, SHAPE, zeros)
-    assert costs.backward_s == pytest.approx(none.costs.backward_s)
-    assert not any(costs.recompute_s)
-    footprint = footprint_with_counts(full.footprint, SHAPE, SETUP, zeros)
-    assert footprint.saved_bytes == pytest.approx(none.footprint.saved_bytes)
-    assert footprint.working_bytes == none.footprint.working_bytes
+    found = estimate_with_counts(full, SHAPE, SETUP, zeros)
+    assert found.costs.backward_s == pytest.approx(none.costs.backward_s)
+    assert not any(found.costs.recompute_s)
+    assert found.footprint.saved_bytes == pytest.approx(none.footprint.saved_bytes)
+    assert found.footprint.working_bytes == none.footprint.working_bytes
 
 
 def test_recomputing_everything_changes_nothing():
     full = known("full")
     counts = tuple(len(layers) for layers in SHAPE.stage_layers(P * NS))
-    assert costs_with_counts(full.costs, SHAPE, counts) == full.costs
-    assert footprint_with_counts(full.footprint, SHAPE, SETUP, counts) == full.footprint
+    assert estimate_with_counts(full, SHAPE, SETUP, counts) == full
 
 
 def test_the_fewest_that_fit_are_faster_and_never_exceed_the_memory():
     full = known("full")
     usable = 0.85 * CLUSTER.gpu_memory_bytes
     counts = fewest_recomputed(PLAN, SHAPE, SETUP, full.footprint, usable)
-    costs = costs_with_counts(full.costs, SHAPE, counts)
-    footprint = footprint_with_counts(full.footprint, SHAPE, SETUP, counts)
-    timeline = simulate(PLAN, costs)
-    peaks = [rank.device.peak_bytes for rank in memory(timeline, footprint)]
+    found = estimate_with_counts(full, SHAPE, SETUP, counts)
+    timeline = simulate(PLAN, found.costs)
+    peaks = [rank.device.peak_bytes for rank in memory(timeline, found.footprint)]
     assert max(peaks) <= usable
     assert timeline.makespan_s < simulate(PLAN, full.costs).makespan_s
     # AIAO's last segment holds few micro-batches: it keeps all its layers, before any other does.

@@ -1,11 +1,13 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.fold3d.policy.num_segments import overlapping_s
-from megatron.fold3d.predict.cost_model import transformer
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.ring_times import group_bandwidths
+from megatron.fold3d.predict.cost_model.sizes import Setup, message_bytes, tensor_parallel_bytes
 from scripts.paper import perf_model
 from tests.predict.paper import formulas
 from tests.predict.paper.formulas import Layer4D
@@ -106,6 +108,12 @@ def test_recomputation_costs_one_more_forward_of_the_layers():
     assert without / with_ == exactly(72 / 96)
 
 
+def layer_of(vector):
+    """A model of a vector's sequence and hidden size."""
+    sizes = {"seq_length": vector["s"], "hidden_size": vector["h"]}
+    return ModelShape(name="layer", num_layers=1, num_attention_heads=1, **sizes)
+
+
 def test_megatron_times_and_bytes():
     for vector in MEGATRON["vectors"]["eq4_days"]:
         days = formulas.training_days(*(vector[key] for key in ("T", "P", "n", "X")))
@@ -114,12 +122,14 @@ def test_megatron_times_and_bytes():
         found = formulas.pipeline_s(*(vector[key] for key in ("bprime", "b", "p", "tf", "tb")))
         assert found == exactly(vector["expect"])
     for vector in MEGATRON["vectors"]["tp_bytes_per_layer"]:
-        found = transformer.tensor_parallel_elements(*(vector[key] for key in "bsht"))
-        assert found == exactly(vector["elems"])
+        setup = Setup(microbatch_size=vector["b"], tensor_parallel=vector["t"])
+        # A forward sends half of a layer's elements, of two bytes each.
+        assert tensor_parallel_bytes(layer_of(vector), setup) == exactly(vector["elems"])
     for vector in MEGATRON["vectors"]["pp_bytes"]:
-        sizes = [vector[key] for key in "bsh"]
-        assert transformer.p2p_bytes(*sizes) == exactly(vector["full"])
-        assert transformer.p2p_bytes(*sizes, scatter=vector["t"]) == exactly(vector["scattered"])
+        setup = Setup(microbatch_size=vector["b"], tensor_parallel=vector["t"])
+        scattered = replace(setup, sequence_parallel=True)
+        assert message_bytes(layer_of(vector), setup) == exactly(vector["full"])
+        assert message_bytes(layer_of(vector), scattered) == exactly(vector["scattered"])
     assert formulas.best_num_checkpoints(16, 1.0, 4.0) == 8.0
 
 

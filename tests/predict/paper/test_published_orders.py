@@ -12,8 +12,7 @@ from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.simulate import simulate
-from megatron.fold3d.predict.simulator.steady import steady_state
+from megatron.fold3d.predict.simulator.simulate import simulate, steady_state
 from tests.plans import verified
 from tests.predict.paper import formulas
 

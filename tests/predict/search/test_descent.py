@@ -12,7 +12,6 @@ from megatron.fold3d.plan.compile import Features
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.predict.search.descent import Descent, Space, orders_worth_trying
 from megatron.fold3d.predict.search.judge import Judge
-from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 
@@ -38,7 +37,7 @@ def search(
 
     def costs_of(choice: Choice) -> Costs:
         whole = choice.stages(num_ranks, optimizer="replicated")
-        return with_replicated(known, whole) if gathers else known
+        return known.with_replicated(whole) if gathers else known
 
     judge = Judge(
         num_ranks=num_ranks,
@@ -47,7 +46,7 @@ def search(
         features=Features(
             gathers_params=gathers, reduces_early=scope["reduces_early"], transfers=False
         ),
-        link=Link(in_order=True, preemptive=False),
+        link=Link(preemptive=False),
         fits=fits,
     )
     first = Choice.plain(stock_schedule(segments), segments, group=group)

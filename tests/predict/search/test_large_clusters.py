@@ -14,7 +14,7 @@ from megatron.fold3d.predict.search.candidates import Candidate, Given, candidat
 from megatron.fold3d.predict.search.neighbours import with_replicated_segments
 from megatron.fold3d.predict.search.planner import _Judge, _plainest_first, search
 from megatron.fold3d.predict.search.search_result import JudgedCandidate
-from megatron.fold3d.predict.simulator.routes import NO_SWITCHES
+from megatron.fold3d.predict.simulator.link import NO_SWITCHES
 
 SMALL = model_shape("12-1024-16-512")
 SLOW = cluster("a100x16-10g")

@@ -10,7 +10,6 @@ from megatron.fold3d.predict.search.descent import Descent, Space
 from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.search.order_choice import worth_trying
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.link import Link
 
 
 @pytest.mark.parametrize("transfer_s", [0.0, 0.6, 1.2, 2.4])
@@ -22,7 +21,6 @@ def test_more_forwards_ahead_than_are_tried_gain_nothing(num_microbatches, trans
         num_microbatches=num_microbatches,
         costs=lambda _: costs,
         features=Features(transfers=False),
-        link=Link(in_order=True),
     )
 
     def best(numbers: Iterable[int]) -> float:

@@ -31,7 +31,6 @@ def profile(head: float, embedding: float = 0.0, again: float = 1.0) -> Hardware
         grad_sync_latency_s=0.0,
         layer_gradient_bytes=0.0,
         head_gradient_bytes=0.0,
-        host_copy_bytes_per_s=1.0,
     )
 
 

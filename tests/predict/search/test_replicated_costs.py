@@ -9,7 +9,6 @@ from megatron.fold3d.plan.compile import Features
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.search.descent import Descent, Space
 from megatron.fold3d.predict.search.judge import Judge
-from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 
@@ -26,15 +25,15 @@ def judge(costs: Costs = SHARDED) -> Judge:
     return Judge(
         num_ranks=1,
         num_microbatches=2,
-        costs=lambda choice: with_replicated(costs, choice.where(optimizer="replicated")),
+        costs=lambda choice: costs.with_replicated(choice.where(optimizer="replicated")),
         features=Features(gathers_params=True, reduces_early=True, transfers=False),
-        link=Link(in_order=True, preemptive=False),
+        link=Link(preemptive=False),
         order=ORDER,
     )
 
 
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
-    costs = with_replicated(SHARDED, {1})
+    costs = SHARDED.with_replicated({1})
     assert costs.grad_sync_s == (3.0, 6.0, 3.0)
     assert costs.param_gather_s == (3.0, 0.0, 3.0)
 

@@ -59,12 +59,7 @@ def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best(word):
     chosen = by_simulation(
         known,
         lambda segments: known[segments].costs,
-        SimulatedRun(
-            num_ranks=4,
-            num_microbatches=16,
-            deferred=word != "aiao",
-            preemptive=False,
-        ),
+        SimulatedRun(num_ranks=4, num_microbatches=16, deferred=word != "aiao"),
     )
 
     def runs(segments: int) -> Candidate:

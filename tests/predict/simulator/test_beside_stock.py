@@ -9,7 +9,7 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
-OURS = Link(in_order=True)
+OURS = Link()
 SIZES = [  # ranks, micro-batches, group
     (2, 4, 2),
     *((4, 4, 4), (4, 8, 4), (4, 8, 8), (4, 16, 4), (4, 16, 8), (4, 16, 16)),

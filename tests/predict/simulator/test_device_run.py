@@ -173,7 +173,7 @@ def runs(draw: st.DrawFn) -> tuple[Plan, Costs, Link]:
             shares=draw(st.sampled_from(((), (0.5,) * stages))),
         ),
         costs,
-        Link(in_order=True, preemptive=False),
+        Link(preemptive=False),
     )
 
 

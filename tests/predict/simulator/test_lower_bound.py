@@ -43,11 +43,10 @@ def test_no_order_is_faster_than_the_bound(data: st.DataObject):
         p2p_latency_s=data.draw(st.sampled_from((0.0, 0.1))),
     )
     nics = data.draw(st.sampled_from((tuple(range(ranks)), tuple(r // 2 for r in range(ranks)))))
-    link = Link(nic_of_rank=nics, in_order=data.draw(st.booleans()))
+    link = Link(nic_of_rank=nics)
     whole = simulate(plan, costs, link).period_s
     assert lower_bound_s(plan, costs, nics) <= whole + 1e-9
     if schedule != "zb-h1":
-        assert lower_bound_s(plan, costs, nics, splits=False) <= whole + 1e-9
         placed = place_weight_grads(plan, stage_times(costs), overrun=0.5)
         apart = simulate(placed, costs, link).period_s
         assert lower_bound_s(plan, costs, nics) <= apart + 1e-9
@@ -58,7 +57,6 @@ def test_the_bound_is_that_of_the_last_rank(microbatches: int):
     plan = build("1f1b", num_ranks=4, num_segments=1, num_microbatches=microbatches)
     costs = Costs.uniform(4, p2p_s=0.5)  # F, B and W take 1 each; three hops of 0.5
     assert lower_bound_s(plan, costs) == 3 * 1.5 + microbatches * 3
-    assert lower_bound_s(plan, costs, splits=False) == 3 * 1.5 + microbatches * 3 + 3 * 2.5
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
+from megatron.fold3d.predict.simulator.link import Use
 from megatron.fold3d.predict.simulator.network import Flow, Network
-from megatron.fold3d.predict.simulator.routes import Use
 
 pairs = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda pair: pair[0] != pair[1])
 
@@ -112,22 +112,6 @@ def test_the_share_of_a_flow_that_ends_goes_to_the_others():
         (0, pytest.approx(2.25)),
         (1, pytest.approx(2.25)),
     ]
-
-
-@pytest.mark.parametrize(("whole", "ends"), [(False, [2.5, 1.5, 2.0]), (True, [1.0, 2.0, 2.0])])
-def test_what_is_needed_first_goes_alone(whole: bool, ends: list[float]):
-    needed_s = [3.0, 1.0, 2.0].__getitem__
-    clock = SimulatedClock()
-    network, _, ended = started(clock, [(0, 1)], needed_s=needed_s, whole=whole)
-
-    def later(flow):
-        network.start_flow(flow)
-
-    for tag, pair in ((1, (0, 2)), (2, (3, 1))):
-        flow = network.message(*pair, 1.0, lambda tag: ended.append((tag, clock.now_s)), tag)
-        clock.at(0.5 * tag, later, flow)
-    clock.run(between=network.update_rates)
-    assert [when for _, when in sorted(ended)] == ends
 
 
 def test_collectives_take_what_messages_leave_of_links_between_switches():

@@ -65,7 +65,6 @@ def test_the_second_of_a_pair_waits_for_its_own_input():
         "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1B1 1SEND_B0 1SEND_B1"
     )
     costs = Costs.uniform(2, forward_s=2.0, backward_s=4.0, tp_sync_s=1.0, p2p_s=1.0)
-    in_order = Link(overlap_tensor_parallel=True, in_order=True)
-    spans = simulate(order, costs, in_order).lane(1, Lane.COMPUTE)
+    spans = simulate(order, costs, Link(overlap_tensor_parallel=True)).lane(1, Lane.COMPUTE)
     # A pair takes 2, which both are given here to its second; then messages arrive one by one.
     assert [(span.start_s, span.end_s) for span in spans[:2]] == [(3.0, 3.0), (4.0, 6.0)]

@@ -17,8 +17,7 @@ from megatron.fold3d.predict.simulator.replay import (
     observed_plan,
     replay,
 )
-from megatron.fold3d.predict.simulator.simulate import simulate
-from megatron.fold3d.predict.simulator.steady import steady_state
+from megatron.fold3d.predict.simulator.simulate import simulate, steady_state
 from tests.plans import deferred_grad_sync, planned
 
 AIAO = build("aiao", num_ranks=3, num_segments=2, num_microbatches=5)
@@ -49,7 +48,7 @@ def shared_grad_sync(order: Plan) -> Plan:
 @pytest.mark.parametrize("sync", [add_grad_sync, deferred_grad_sync, shared_grad_sync])
 def test_a_replay_takes_about_as_long_as_what_it_replays(sync):
     plan = sync(AIAO)
-    run = simulate(plan, COSTS) if plan.flushes else steady_state(plan, COSTS)
+    run = steady_state(plan, COSTS)
     again = replay(plan, observed_costs(run, plan), iterations=2)
     assert len(again.iteration_ends_s(0)) == 2
     assert again.period_s == pytest.approx(run.period_s, rel=0.05)

@@ -106,13 +106,6 @@ def test_a_message_takes_its_latency_and_then_its_time():
     assert timeline.makespan_s == 2 * 0.375 + 6
 
 
-def test_two_messages_on_one_link_get_half_of_it_each():
-    costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
-    timeline = simulate(Plan.from_text("0F0 0F1\n1F0 1F1\n"), costs)
-    # The second leaves at 2, when the first has a second of work left: 2 s at half the rate.
-    assert [tuple(s[1:3]) for s in timeline.lane(1, Lane.P2P)] == [(1.0, 4.0), (2.0, 5.0)]
-
-
 def test_p2p_goes_before_grad_sync_on_the_same_link():
     text = "0F0 0ALL_REDUCE 0STEP\n1F0\n"
     costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0, grad_sync_s=(3.0, 0.0))
@@ -289,9 +282,9 @@ def test_a_rank_may_wait_for_what_it_sends():
     assert simulate(plan, buffered, waiting) == simulate(plan, costs)
 
 
-def test_messages_of_one_channel_may_go_one_after_the_other():
+def test_messages_of_one_channel_go_one_after_the_other():
     costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
-    timeline = simulate(Plan.from_text("0F0 0F1\n1F0 1F1\n"), costs, Link(in_order=True))
+    timeline = simulate(Plan.from_text("0F0 0F1\n1F0 1F1\n"), costs)
     assert [tuple(s[1:3]) for s in timeline.lane(1, Lane.P2P)] == [(1.0, 3.0), (2.0, 5.0)]
 
 
@@ -402,7 +395,7 @@ def test_messages_that_fill_a_link_delay_dp_sync_no_longer_than_their_budget():
     costs = Costs(forward_s=(0.1, 0.1), backward_s=(0.0, 0.0), p2p_s=1.0, grad_sync_s=(1.0, 0.0))
 
     def ends_s(pause_share: float) -> float:
-        link = Link(in_order=True, pause_share=pause_share)
+        link = Link(pause_share=pause_share)
         timeline = simulate(Plan.from_text(text), costs, link)
         return timeline.lane(0, Lane.GRAD_SYNC)[-1].end_s
 

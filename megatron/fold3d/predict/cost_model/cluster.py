@@ -6,13 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron.fold3d.observe.fields import (
-    check_names,
-    check_numbers,
-    from_file,
-    is_file_name,
-    is_number,
-)
+from megatron.fold3d.observe.fields import check_fields, from_file, is_file_name, is_number
 from megatron.fold3d.policy.ring_buffers import RING_BUFFER_BYTES
 
 GIGA = 1e9
@@ -66,24 +60,12 @@ class Cluster:
     """Otherwise Megatron demands one hardware queue for tensor parallelism."""
 
     def __post_init__(self) -> None:
-        check_numbers(
-            self,
-            may_be_zero=(
-                *("nic_latency_s", "send_buffer_bytes", "ring_buffer_bytes"),
-                *("task_overhead_s", "iteration_overhead_s", "straggler_sigma"),
-                "memory_bytes_per_s",
-            ),
-        )
-        check_names(self)
+        check_fields(self, may_be_zero=("nic_latency_s", "ring_buffer_bytes"))
         if self.num_gpus > _MOST_GPUS:
             raise ValueError(f"found {self.num_gpus} GPUs; give {_MOST_GPUS} at most")
         for name in ("compute_efficiency", "nic_efficiency"):
             if (value := getattr(self, name)) > 1:
                 raise ValueError(f"found {name}={value}; an efficiency is in (0, 1]")
-        for name in ("has_bf16", "is_blackwell"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"found {name}={value!r}; it is true or false")
-
         self._check_switches()
         self._check_layers()
 
@@ -137,20 +119,6 @@ class Cluster:
     def goodput_bytes_per_s(self) -> float:
         """The bandwidth that collectives and messages achieve over all NICs of a node."""
         return self.nic_bytes_per_s * self.nic_efficiency
-
-    def with_gpus(self, num_gpus: int) -> "Cluster":
-        """Return the cluster with another number of GPUs.
-
-        Raises:
-            ValueError: they do not fill their nodes.
-        """
-        if num_gpus < 1 or (num_gpus > self.gpus_per_node and num_gpus % self.gpus_per_node):
-            raise ValueError(
-                f"{num_gpus} GPUs do not fill nodes of {self.gpus_per_node}; "
-                f"try {max(1, round(num_gpus / self.gpus_per_node)) * self.gpus_per_node}"
-            )
-        per_node = min(num_gpus, self.gpus_per_node)
-        return replace(self, num_nodes=num_gpus // per_node, gpus_per_node=per_node)
 
 
 _NODES = """
@@ -237,7 +205,7 @@ def cluster(name: str) -> Cluster:
     of `Cluster`.
 
     Raises:
-        ValueError: the name or the file does not describe a cluster.
+        ValueError: the name or the file does not describe a cluster, or GPUs do not fill nodes.
     """
     if is_file_name(name):
         return from_file(Path(name), Cluster, "cluster")
@@ -247,7 +215,14 @@ def cluster(name: str) -> Cluster:
             f"unknown cluster {name!r}; write <node>x<gpus>-<Gb/s>g such as a100x128-200g with a "
             f"node of {', '.join(sorted(NODES))}, or name a .json or .toml file"
         )
-    found = replace(NODES[match["node"]].with_gpus(int(match["gpus"])), name=name)
+    node, num_gpus = NODES[match["node"]], int(match["gpus"])
+    per_node = min(num_gpus, node.gpus_per_node)
+    if num_gpus < 1 or num_gpus % per_node:
+        raise ValueError(
+            f"{num_gpus} GPUs do not fill nodes of {node.gpus_per_node}; "
+            f"try {max(1, round(num_gpus / node.gpus_per_node)) * node.gpus_per_node}"
+        )
+    found = replace(node, name=name, num_nodes=num_gpus // per_node, gpus_per_node=per_node)
     if match["gigabits"] is None:
         return found
     return replace(found, nic_bytes_per_s=float(match["gigabits"]) / 8 * GIGA)

@@ -29,21 +29,6 @@ WORST_HELD_OUT = 0.05  # of the roofline, on published points that it was not fi
 
 _MEASURE = "`fold3d doctor --write-cluster FILE` measures yours"
 
-_Sizes = tuple[float, float, float, float]
-
-
-def efficiency(cluster: Cluster, shape: ModelShape, setup: Setup) -> float:
-    """Return the part of the GPUs' FLOP/s that a layer's forward and backward achieve."""
-    return _efficiency(
-        cluster.compute_efficiency,
-        cluster.gpu_flops_per_s,
-        cluster.memory_bytes_per_s,
-        cluster.multiprocessors,
-        cluster.layer_efficiencies,
-        shape,
-        setup,
-    )
-
 
 def source_of(cluster: Cluster) -> str:
     """Say where the efficiency comes from."""
@@ -56,39 +41,36 @@ def source_of(cluster: Cluster) -> str:
 
 
 @cache
-def _efficiency(
-    reached: float,
-    flops_per_s: float,
-    memory_bytes_per_s: float,
-    multiprocessors: int,
-    rows: tuple[tuple[float, ...], ...],
-    shape: ModelShape,
-    setup: Setup,
-) -> float:
-    def roofline(sizes: _Sizes) -> float:
-        if not memory_bytes_per_s:
-            return 1.0
-        flops = seconds = 0.0
-        bytes_per_s = memory_bytes_per_s * _MEMORY_SHARE
-        for kernel_flops, kernel_bytes, tiles in _kernels(shape, setup, *sizes):
-            turns = tiles / multiprocessors
-            idle = turns / (turns + _IDLE_TURNS) if tiles else 1.0
-            flops += kernel_flops
-            arithmetic_s = kernel_flops / (flops_per_s * reached * idle)
-            seconds += max(arithmetic_s, kernel_bytes / bytes_per_s, _LAUNCH_S)
-        return flops / flops_per_s / seconds
-
-    tensor = float(setup.tensor_parallel)
-    here = (float(setup.microbatch_size), shape.seq_length, shape.hidden_size, tensor)
-    if not rows:
-        return roofline(here) if memory_bytes_per_s else reached
+def efficiency(cluster: Cluster, shape: ModelShape, setup: Setup) -> float:
+    """Return the part of the GPUs' FLOP/s that a layer's forward and backward achieve."""
+    sizes = setup.microbatch_size, shape.seq_length, shape.hidden_size, setup.tensor_parallel
+    here = tuple(map(float, sizes))
+    if not cluster.layer_efficiencies:
+        if not cluster.memory_bytes_per_s:
+            return cluster.compute_efficiency
+        return _roofline(cluster, shape, setup, *here)
 
     def distance(row: tuple[float, ...]) -> float:
         return sum(abs(log(a / b)) for a, b in zip(row[:4], here, strict=True))
 
-    *nearest, measured = min(rows, key=distance)
-    microbatch, sequence, hidden, t = nearest
-    return min(1.0, measured * roofline(here) / roofline((microbatch, sequence, hidden, t)))
+    *nearest, measured = min(cluster.layer_efficiencies, key=distance)
+    if not cluster.memory_bytes_per_s:
+        return measured
+    scale = _roofline(cluster, shape, setup, *nearest)
+    return min(1.0, measured * _roofline(cluster, shape, setup, *here) / scale)
+
+
+def _roofline(cluster: Cluster, shape: ModelShape, setup: Setup, *sizes: float) -> float:
+    """Return the part of the GPUs' FLOP/s for other sizes: micro-batch, sequence, hidden, tp."""
+    flops = seconds = 0.0
+    bytes_per_s = cluster.memory_bytes_per_s * _MEMORY_SHARE
+    for kernel_flops, kernel_bytes, tiles in _kernels(shape, setup, *sizes):
+        turns = tiles / cluster.multiprocessors
+        idle = turns / (turns + _IDLE_TURNS) if tiles else 1.0
+        flops += kernel_flops
+        reached = cluster.gpu_flops_per_s * cluster.compute_efficiency * idle
+        seconds += max(kernel_flops / reached, kernel_bytes / bytes_per_s, _LAUNCH_S)
+    return flops / cluster.gpu_flops_per_s / seconds
 
 
 def _kernels(

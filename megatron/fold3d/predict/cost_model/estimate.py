@@ -9,8 +9,10 @@ and collectives carry the traffic of its whole node. `placement` adds the links 
 and `stragglers` makes the simulated pipeline the one with the slowest GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import starmap
 from math import prod
 from typing import Any
 
@@ -19,7 +21,7 @@ from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.efficiency import efficiency
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
-from megatron.fold3d.predict.cost_model.placement import gpus_together, routes
+from megatron.fold3d.predict.cost_model.placement import gpus_together, nic_of_rank, routes
 from megatron.fold3d.predict.cost_model.ring_times import (
     all_gather_s,
     all_reduce_s,
@@ -30,20 +32,18 @@ from megatron.fold3d.predict.cost_model.sizes import (
     Setup,
     delayed_bytes,
     exchanged_bytes,
-    expert_gradient_bytes,
-    gradient_bytes,
+    held_parameters,
     message_bytes,
     recomputed_bytes,
     saved_bytes,
     static_bytes,
+    tensor_parallel_bytes,
     working_bytes,
 )
 from megatron.fold3d.predict.cost_model.stragglers import slowdowns
 from megatron.fold3d.predict.cost_model.training_flops import recomputed_flops
-from megatron.fold3d.predict.cost_model.transformer import tensor_parallel_elements
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.link import Link
-from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
+from megatron.fold3d.predict.simulator.link import NO_SWITCHES, Link, Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,6 @@ class Estimate:
     def link(self, **rules: Any) -> Link:
         """Return how a plan runs on these links, by some more rules."""
         return Link(
-            in_order=True,
             nic_of_rank=self.nic_of_rank,
             routes=self.routes,
             shard_shares=self.shard_shares,
@@ -107,94 +106,19 @@ def estimate(
             f"{num_ranks} pipeline ranks are {group * num_ranks} GPUs; {cluster.name} has "
             f"{cluster.num_gpus}"
         )
-    num_stages = num_ranks * num_segments
-    split: Split = layers or num_stages
-    forward_s = _forward_s(shape, cluster, setup, split)
-    together = gpus_together(setup)
-    per_node = min(cluster.gpus_per_node, together)  # GPUs of one pipeline rank in one node
-    sent = message_bytes(shape, setup)
-    saved = saved_bytes(shape, setup, split)
-    gradients = gradient_bytes(shape, setup, split)
-    experts = expert_gradient_bytes(shape, setup, split)
-    synced = [sum(sizes) for sizes in zip(gradients, experts, strict=True)]
-    context_s = _context_s(shape, cluster, setup, split)
-    tokens_s = _tokens_s(shape, cluster, setup, split)
-    copy_bytes_per_s = cluster.host_copy_bytes_per_s / cluster.gpus_per_node
-    overhead_s = cluster.task_overhead_s
-    slower = slowdowns(cluster, setup, num_ranks, shape.stage_flops(split))
-    late_s = tuple(
-        (factor - 1) * s
-        for factor, s in zip(slower, _compute_s(shape, cluster, setup, split), strict=True)
-    )
-    again_s = _recompute_s(shape, cluster, setup, split, slower)
-    costs = Costs(
-        forward_s=tuple(
-            sum(parts_s) + overhead_s
-            for parts_s in zip(forward_s, context_s, tokens_s, late_s, strict=True)
-        ),
-        backward_s=tuple(
-            2 * (s + keys_s + more_s) + sent_s + overhead_s + recomputed_s
-            for s, keys_s, sent_s, more_s, recomputed_s in zip(
-                forward_s, context_s, tokens_s, late_s, again_s, strict=True
-            )
-        ),
-        weight_s=tuple(
-            factor * s
-            for factor, s in zip(slower, _weight_s(shape, cluster, setup, split), strict=True)
-        ),
-        recompute_s=again_s if setup.recompute == "full" else (),
-        tp_sync_s=_tp_sync_s(shape, cluster, setup, split),
-        ep_sync_s=tokens_s,
-        ep_sync_on_nic=prod(setup.expert_ranks) > cluster.gpus_per_node,
-        collectives=tuple(
-            2 * (setup.tensor_parallel > 1) * len(of_stage)
-            + 2 * (setup.expert_parallel > 1) * sum(map(bool, map(shape.num_experts_in, of_stage)))
-            for of_stage in shape.stage_layers(split)
-        ),
-        split_s=overhead_s,
-        p2p_s=sent * per_node / cluster.goodput_bytes_per_s,
-        p2p_latency_s=cluster.nic_latency_s,
-        p2p_local_s=sent / cluster.intra_bytes_per_s,
-        sends_are_buffered=sent <= cluster.send_buffer_bytes,
-        rings_are_buffered=sent <= cluster.ring_buffer_bytes,
-        grad_sync_s=tuple(
-            _grad_sync_s(cluster, setup, num_ranks, size)
-            + _expert_sync_s(cluster, setup, num_ranks, of_experts)
-            for size, of_experts in zip(gradients, experts, strict=True)
-        ),
-        reduced_in_iteration_s=_reduced_in_iteration_s(
-            shape, cluster, setup, num_ranks, num_stages
-        ),
-        param_gather_s=tuple(
-            _param_gather_s(cluster, setup, num_ranks, size, of_experts)
-            for size, of_experts in zip(gradients, experts, strict=True)
-        ),
-        optimizer_s=tuple(
-            cluster.iteration_overhead_s * count / of_rank
-            if (of_rank := sum(synced[stage % num_ranks :: num_ranks]))
-            else 0.0
-            for stage, count in enumerate(synced)
-        ),
-        grad_sync_local=_replicas_span(setup, num_ranks) <= cluster.gpus_per_node,
-        offload_s=tuple(b / copy_bytes_per_s for b in saved),
-        reload_s=tuple(b / copy_bytes_per_s for b in saved),
-    )
-    ranks_per_node = max(1, cluster.gpus_per_node // together)
-    nic_of_rank = tuple(rank // ranks_per_node for rank in range(num_ranks))
+    pipeline = _Pipeline(shape, cluster, setup, num_ranks, layers or num_ranks * num_segments)
+    split = pipeline.split
+    one_queue = max(setup.tensor_parallel, setup.context_parallel) > 1
     return Estimate(
-        costs,
+        pipeline.costs(),
         footprint_of(shape, setup, num_ranks, split),
-        nic_of_rank,
-        tuple(synced),
+        nic_of_rank(cluster, setup, num_ranks),
+        pipeline.synced_bytes,
         # Megatron demands one with tensor parallelism; CUDA's default is enough for our streams.
-        1 if _needs_one_queue(setup) and not cluster.is_blackwell else None,
+        1 if one_queue and not cluster.is_blackwell else None,
         routes(cluster, setup, num_ranks),
         started_shares(min(map(len, shape.stage_layers(split))), setup.num_replicas),
     )
-
-
-def _needs_one_queue(setup: Setup) -> bool:
-    return setup.tensor_parallel > 1 or setup.context_parallel > 1
 
 
 def footprint_of(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> Footprint:
@@ -216,198 +140,220 @@ def footprint_of(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) 
     )
 
 
-def _forward_s(
-    shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
-) -> tuple[float, ...]:
-    """One micro-batch's forward of each stage: its FLOPs, and TP.sync, which nothing hides."""
-    return tuple(
-        s + sync_s
-        for s, sync_s in zip(
-            _compute_s(shape, cluster, setup, split),
-            _tp_sync_s(shape, cluster, setup, split),
-            strict=True,
+@dataclass(frozen=True)
+class _Pipeline:
+    """The stages of a model on a cluster, and how long they compute and communicate.
+
+    Seconds by stage are those of one micro-batch's forward, unless they are of DP.sync.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    setup: Setup
+    num_ranks: int
+    split: Split
+
+    def costs(self) -> Costs:
+        """Return the costs of all actions."""
+        shape, cluster, setup, split = self.shape, self.cluster, self.setup, self.split
+        flops = shape.stage_flops(split)
+        compute_s, sync_s = self._computed_s(flops), self._tp_sync_s()
+        context_s, tokens_s = self._context_s(), self._tokens_s()
+        overhead_s = cluster.task_overhead_s
+        slower = slowdowns(cluster, setup, self.num_ranks, flops)
+        late_s = [(factor - 1) * s for factor, s in zip(slower, compute_s, strict=True)]
+        again_s = self._recomputed_s(slower, zip(sync_s, context_s, tokens_s, strict=True))
+        parts_s = [
+            (s + sent_s, *others_s)
+            for s, sent_s, *others_s in zip(
+                compute_s, sync_s, context_s, tokens_s, late_s, strict=True
+            )
+        ]
+        weight_s = self._computed_s(shape.by_stage(shape.linear_flops, split))
+        sent = message_bytes(shape, setup)
+        per_node = min(cluster.gpus_per_node, gpus_together(setup))  # GPUs of a rank in a node
+        synced, ranks = self.synced_bytes, self.num_ranks
+        copy_bytes_per_s = cluster.host_copy_bytes_per_s / cluster.gpus_per_node
+        copy_s = tuple(b / copy_bytes_per_s for b in saved_bytes(shape, setup, split))
+        return Costs(
+            forward_s=tuple(sum(of_stage) + overhead_s for of_stage in parts_s),
+            backward_s=tuple(
+                2 * (s + keys_s + more_s) + sent_s + overhead_s + recomputed_s
+                for (s, keys_s, sent_s, more_s), recomputed_s in zip(parts_s, again_s, strict=True)
+            ),
+            # Those of embedding and head are never delayed.
+            weight_s=tuple(factor * s for factor, s in zip(slower, weight_s, strict=True)),
+            recompute_s=again_s if setup.recompute == "full" else (),
+            tp_sync_s=sync_s,
+            ep_sync_s=tokens_s,
+            ep_sync_on_nic=prod(setup.expert_ranks) > cluster.gpus_per_node,
+            collectives=tuple(shape.by_stage(self._collectives, split)),
+            split_s=overhead_s,
+            p2p_s=sent * per_node / cluster.goodput_bytes_per_s,
+            p2p_latency_s=cluster.nic_latency_s,
+            p2p_local_s=sent / cluster.intra_bytes_per_s,
+            sends_are_buffered=sent <= cluster.send_buffer_bytes,
+            rings_are_buffered=sent <= cluster.ring_buffer_bytes,
+            grad_sync_s=tuple(
+                self._grad_sync_s(size) + self._expert_sync_s(of_experts)
+                for size, of_experts in self._gradient_bytes
+            ),
+            reduced_in_iteration_s=self._reduced_in_iteration_s(len(synced)),
+            param_gather_s=tuple(starmap(self._param_gather_s, self._gradient_bytes)),
+            optimizer_s=tuple(
+                cluster.iteration_overhead_s * size / of_rank
+                if (of_rank := sum(synced[stage % ranks :: ranks]))
+                else 0.0
+                for stage, size in enumerate(synced)
+            ),
+            grad_sync_local=self._replicas_span <= cluster.gpus_per_node,
+            offload_s=copy_s,
+            reload_s=copy_s,
         )
-    )
 
+    @property
+    def synced_bytes(self) -> tuple[float, ...]:
+        """The bytes of each stage's gradients on one GPU."""
+        return tuple(map(sum, self._gradient_bytes))
 
-def _compute_s(
-    shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
-) -> tuple[float, ...]:
-    rate = _flops_per_s(shape, cluster, setup)
-    return tuple(
-        setup.microbatch_size * flops / rate / setup.context_parallel
-        for flops in shape.stage_flops(split)
-    )
+    @cached_property
+    def _gradient_bytes(self) -> tuple[tuple[float, float], ...]:
+        """The same, of experts apart from all others, since other GPUs have copies of them."""
+        each = self.setup.gradient_bytes
+        held = held_parameters(self.shape, self.setup, self.split)
+        return tuple((of_stage.dense * each, of_stage.experts * each) for of_stage in held)
 
+    def _collectives(self, layer: int) -> int:
+        """Return the collectives of a layer's forward that a pair of micro-batches may hide."""
+        to_experts = self.setup.expert_parallel > 1 and self.shape.num_experts_in(layer) > 0
+        return 2 * (self.setup.tensor_parallel > 1) + 2 * to_experts
 
-def _tp_sync_s(
-    shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
-) -> tuple[float, ...]:
-    """TP.sync of one micro-batch's forward of each stage."""
-    bytes_per_s = _bandwidths(cluster, setup, 1)[0]
-    elements = (
-        tensor_parallel_elements(
-            setup.microbatch_size, shape.seq_length, shape.hidden_size, setup.tensor_parallel
+    @cached_property
+    def _flops_per_s(self) -> float:
+        """The FLOP/s of a tensor-parallel group."""
+        achieved = efficiency(self.cluster, self.shape, self.setup)
+        return self.cluster.gpu_flops_per_s * achieved * self.setup.tensor_parallel
+
+    def _computed_s(self, flops: Iterable[float]) -> list[float]:
+        """Return how long a micro-batch takes, from the FLOPs of a sequence."""
+        rate, setup = self._flops_per_s, self.setup
+        return [setup.microbatch_size * each / rate / setup.context_parallel for each in flops]
+
+    def _recomputed_s(
+        self, slower: Sequence[float], sent_s: Iterable[tuple[float, ...]]
+    ) -> tuple[float, ...]:
+        """What a backward of each stage recomputes: layers with all they send, or scores alone."""
+        setup = self.setup
+        rate = self._flops_per_s * setup.context_parallel
+        flops = recomputed_flops(self.shape, setup.recompute, self.split)
+        full = setup.recompute == "full"
+        return tuple(
+            factor * setup.microbatch_size * each / rate + (sum(s) if full else 0.0)
+            for factor, each, s in zip(slower, flops, sent_s, strict=True)
         )
-        / setup.context_parallel
-    )
-    sync_s = elements / 2 * setup.element_bytes / bytes_per_s  # half of a layer's is in its forward
-    return tuple(len(layers) * sync_s for layers in shape.stage_layers(split))
 
+    def _tp_sync_s(self) -> tuple[float, ...]:
+        """TP.sync, which nothing hides."""
+        bytes_per_s, _ = self._bandwidths(self.setup.tensor_parallel, self.setup.num_replicas)
+        sync_s = tensor_parallel_bytes(self.shape, self.setup) / bytes_per_s
+        return tuple(len(layers) * sync_s for layers in self.shape.stage_layers(self.split))
 
-def _recompute_s(
-    shape: ModelShape, cluster: Cluster, setup: Setup, split: Split, slower: Sequence[float]
-) -> tuple[float, ...]:
-    """What a backward of each stage recomputes: layers with all they send, or scores alone."""
-    rate = _flops_per_s(shape, cluster, setup) * setup.context_parallel
-    flops = recomputed_flops(shape, setup.recompute, split)
-    whole = setup.recompute == "full"
-    sent_s = [each(shape, cluster, setup, split) for each in _SENT]
-    sync_s = (
-        [sum(parts_s) for parts_s in zip(*sent_s, strict=True)] if whole else (0.0,) * len(flops)
-    )
-    return tuple(
-        factor * setup.microbatch_size * each / rate + s
-        for factor, each, s in zip(slower, flops, sync_s, strict=True)
-    )
+    def _context_s(self) -> tuple[float, ...]:
+        """Keys and values, passed around a ring; a backward passes them and their gradients."""
+        setup, cluster = self.setup, self.cluster
+        bytes_per_s = group_bandwidths(
+            (setup.tensor_parallel, setup.context_parallel),
+            cluster.gpus_per_node,
+            cluster.intra_bytes_per_s,
+            cluster.goodput_bytes_per_s,
+        )[1]
+        return tuple(num_bytes / bytes_per_s for num_bytes in self._exchanged_bytes(0))
 
+    def _tokens_s(self) -> tuple[float, ...]:
+        """The all-to-alls of experts; a backward has as many.
 
-def _weight_s(shape: ModelShape, cluster: Cluster, setup: Setup, split: Split) -> tuple[float, ...]:
-    """Weight gradients of a stage's layers. Those of embedding and head are never delayed."""
-    flops = (sum(map(shape.linear_flops, layers)) for layers in shape.stage_layers(split))
-    rate = _flops_per_s(shape, cluster, setup)
-    return tuple(setup.microbatch_size * each / rate / setup.context_parallel for each in flops)
+        Every GPU of a node sends at once: to the experts of its node over the node's own links, and
+        to those of other nodes over the NICs that all of them share.
+        """
+        shared, ranks = self.setup.expert_ranks
+        cluster, per_node = self.cluster, self.cluster.gpus_per_node
+        peers, here = max(1, ranks - 1), min(ranks, max(1, per_node // shared)) - 1
+        byte_s = max(
+            here / peers / cluster.intra_bytes_per_s,
+            (1 - here / peers) * per_node / cluster.goodput_bytes_per_s,
+        )
+        return tuple(num_bytes * byte_s for num_bytes in self._exchanged_bytes(1))
 
+    def _exchanged_bytes(self, which: int) -> list[float]:
+        """Return one of the two numbers of `exchanged_bytes`."""
+        return self.shape.by_stage(
+            lambda layer: exchanged_bytes(self.shape, self.setup, layer)[which], self.split
+        )
 
-def _context_s(
-    shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
-) -> tuple[float, ...]:
-    """Keys and values of one micro-batch's forward of each stage, passed around a ring.
+    def _grad_sync_s(self, num_bytes: float) -> float:
+        """DP.sync of gradients: an all-reduce, or with the distributed optimizer a reduce-scatter.
 
-    A backward passes them and their gradients.
-    """
-    bytes_per_s = group_bandwidths(
-        (setup.tensor_parallel, setup.context_parallel),
-        cluster.gpus_per_node,
-        cluster.intra_bytes_per_s,
-        cluster.goodput_bytes_per_s,
-    )[1]
-    return tuple(
-        sum(exchanged_bytes(shape, setup, layer)[0] for layer in layers) / bytes_per_s
-        for layers in shape.stage_layers(split)
-    )
+        That in 32 bits is an all-to-all: what replicas of one node send to the others all leaves
+        the node, where a ring adds it up on its way.
+        """
+        setup, per_node = self.setup, self.cluster.gpus_per_node
+        n, span = setup.num_replicas, self._replicas_span
+        _, bytes_per_s = self._bandwidths(setup.tensor_parallel, n)
+        if not setup.distributed_optimizer:
+            return all_reduce_s(n, num_bytes, bytes_per_s)
+        seconds = reduce_scatter_s(n, num_bytes, bytes_per_s)
+        if not setup.scatters_in_fp32 or span <= per_node:
+            return seconds
+        together = max(1, per_node * n // span)  # replicas of a node
+        return seconds * together * (n - together) / (n - 1)
 
+    def _expert_sync_s(self, num_bytes: float) -> float:
+        """DP.sync of the gradients of experts, which have fewer replicas; always as a ring."""
+        setup = self.setup
+        collective = reduce_scatter_s if setup.distributed_optimizer else all_reduce_s
+        return collective(setup.num_expert_replicas, num_bytes, self._expert_bandwidth)
 
-def _tokens_s(shape: ModelShape, cluster: Cluster, setup: Setup, split: Split) -> tuple[float, ...]:
-    """The all-to-alls of one micro-batch's forward of each stage; its backward has as many.
+    def _param_gather_s(self, gradient_bytes: float, of_experts: float) -> float:
+        """DP.sync of updated parameters, which only the distributed optimizer has."""
+        setup = self.setup
+        if not setup.distributed_optimizer:
+            return 0.0
+        smaller = setup.element_bytes / setup.gradient_bytes
+        d, e = setup.num_replicas, setup.num_expert_replicas
+        dense, experts = gradient_bytes * smaller, of_experts * smaller / e
+        _, bytes_per_s = self._bandwidths(setup.tensor_parallel, d)
+        dense_s = all_gather_s(d, dense / d, bytes_per_s)
+        return dense_s + all_gather_s(e, experts, self._expert_bandwidth)
 
-    Every GPU of a node sends at once: to the experts of its node over the node's own links, and to
-    those of other nodes over the NICs that all of them share.
-    """
-    shared, ranks = setup.expert_ranks
-    per_node = cluster.gpus_per_node
-    peers, here = max(1, ranks - 1), min(ranks, max(1, per_node // shared)) - 1
-    byte_s = max(
-        here / peers / cluster.intra_bytes_per_s,
-        (1 - here / peers) * per_node / cluster.goodput_bytes_per_s,
-    )
-    return tuple(
-        sum(exchanged_bytes(shape, setup, layer)[1] for layer in layers) * byte_s
-        for layers in shape.stage_layers(split)
-    )
+    def _reduced_in_iteration_s(self, num_stages: int) -> tuple[float, ...]:
+        """DP.sync that is never deferred: that of word embeddings which two stages share."""
+        seconds = [0.0] * num_stages
+        if self.num_ranks > 1 and not self.shape.untied:
+            t = self.setup.tensor_parallel
+            parameters = self.shape.padded(t).embedding_parameters / t
+            seconds[0] = seconds[-1] = self._grad_sync_s(parameters * self.setup.gradient_bytes)
+        return tuple(seconds)
 
+    @property
+    def _replicas_span(self) -> int:
+        """GPUs from the first to the last of a data-parallel group."""
+        inside = 1 if self.setup.order == "tp-dp-pp" else self.num_ranks
+        return self.setup.tensor_parallel * inside * self.setup.num_replicas
 
-_SENT = (_tp_sync_s, _context_s, _tokens_s)
+    @property
+    def _expert_bandwidth(self) -> float:
+        """The bandwidth that a group of GPUs with the same experts sees."""
+        return self._bandwidths(*self.setup.expert_ranks, self.setup.num_expert_replicas)[-1]
 
+    def _bandwidths(self, *sizes: int) -> tuple[float, ...]:
+        """Return what groups inside each other see (AxoNN eq. 10), of which the last are replicas.
 
-def _flops_per_s(shape: ModelShape, cluster: Cluster, setup: Setup) -> float:
-    """The FLOP/s of a tensor-parallel group."""
-    achieved = efficiency(cluster, shape, setup)
-    return cluster.gpu_flops_per_s * achieved * setup.tensor_parallel
-
-
-def _grad_sync_s(cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: float) -> float:
-    """DP.sync of gradients: an all-reduce, or with the distributed optimizer a reduce-scatter.
-
-    That in 32 bits is an all-to-all: what replicas of one node send to the others all leaves the
-    node, where a ring adds it up on its way.
-    """
-    n, bytes_per_s = setup.num_replicas, _bandwidths(cluster, setup, num_ranks)[1]
-    if not setup.distributed_optimizer:
-        return all_reduce_s(n, num_bytes, bytes_per_s)
-    span, seconds = _replicas_span(setup, num_ranks), reduce_scatter_s(n, num_bytes, bytes_per_s)
-    if not setup.scatters_in_fp32 or span <= cluster.gpus_per_node:
-        return seconds
-    together = max(1, cluster.gpus_per_node * n // span)  # replicas of a node
-    return seconds * together * (n - together) / (n - 1)
-
-
-def _expert_sync_s(cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: float) -> float:
-    """DP.sync of the gradients of experts, which have fewer replicas; always counted as a ring."""
-    collective = reduce_scatter_s if setup.distributed_optimizer else all_reduce_s
-    bytes_per_s = _expert_bandwidth(cluster, setup, num_ranks)
-    return collective(setup.num_expert_replicas, num_bytes, bytes_per_s)
-
-
-def _param_gather_s(
-    cluster: Cluster, setup: Setup, num_ranks: int, gradient_bytes: float, of_experts: float
-) -> float:
-    """DP.sync of updated parameters, which only the distributed optimizer has."""
-    if not setup.distributed_optimizer:
-        return 0.0
-    smaller = setup.element_bytes / setup.gradient_bytes
-    d, e = setup.num_replicas, setup.num_expert_replicas
-    dense, experts = gradient_bytes * smaller, of_experts * smaller / e
-    return all_gather_s(d, dense / d, _bandwidths(cluster, setup, num_ranks)[1]) + all_gather_s(
-        e, experts, _expert_bandwidth(cluster, setup, num_ranks)
-    )
-
-
-def _reduced_in_iteration_s(
-    shape: ModelShape, cluster: Cluster, setup: Setup, num_ranks: int, num_stages: int
-) -> tuple[float, ...]:
-    """DP.sync that is never deferred: that of word embeddings which two stages share."""
-    seconds = [0.0] * num_stages
-    if num_ranks > 1 and not shape.untied:
-        t = setup.tensor_parallel
-        shared_bytes = shape.padded(t).embedding_parameters / t * setup.gradient_bytes
-        seconds[0] = seconds[-1] = _grad_sync_s(cluster, setup, num_ranks, shared_bytes)
-    return tuple(seconds)
-
-
-def _replicas_span(setup: Setup, num_ranks: int) -> int:
-    """GPUs from the first to the last of a data-parallel group."""
-    inside = 1 if setup.order == "tp-dp-pp" else num_ranks
-    return setup.tensor_parallel * inside * setup.num_replicas
-
-
-def _expert_bandwidth(cluster: Cluster, setup: Setup, num_ranks: int) -> float:
-    """The bandwidth that a group of GPUs with the same experts sees."""
-    return _with_replicas(
-        cluster, setup, num_ranks, (*setup.expert_ranks, setup.num_expert_replicas)
-    )[2]
-
-
-def _bandwidths(cluster: Cluster, setup: Setup, num_ranks: int) -> tuple[float, ...]:
-    """The bandwidths that a tensor-parallel and a data-parallel group see (AxoNN eq. 10)."""
-    return _with_replicas(cluster, setup, num_ranks, (setup.tensor_parallel, setup.num_replicas))
-
-
-def _with_replicas(
-    cluster: Cluster, setup: Setup, num_ranks: int, sizes: tuple[int, ...]
-) -> tuple[float, ...]:
-    """Return the bandwidths of groups inside each other, of which the last are of replicas.
-
-    Pipeline ranks of one node share its NIC when they use it at the same time, which the simulator
-    sees. So they do not count as rings that always do.
-    """
-    *inner, replicas = group_bandwidths(
-        sizes,
-        cluster.gpus_per_node,
-        cluster.intra_bytes_per_s,
-        cluster.goodput_bytes_per_s,
-    )
-    if setup.order == "tp-pp-dp" and _replicas_span(setup, num_ranks) > cluster.gpus_per_node:
-        rings = prod(sizes[:-1])
-        replicas = cluster.goodput_bytes_per_s / min(cluster.gpus_per_node, rings)
-    return (*inner, replicas)
+        Pipeline ranks of one node share its NIC when they use it at the same time, which the
+        simulator sees. So they do not count as rings that always do.
+        """
+        cluster = self.cluster
+        per_node, goodput = cluster.gpus_per_node, cluster.goodput_bytes_per_s
+        *inner, replicas = group_bandwidths(sizes, per_node, cluster.intra_bytes_per_s, goodput)
+        if self.setup.order == "tp-pp-dp" and self._replicas_span > per_node:
+            replicas = goodput / min(per_node, prod(sizes[:-1]))
+        return (*inner, replicas)

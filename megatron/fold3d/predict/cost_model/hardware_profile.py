@@ -35,8 +35,6 @@ class HardwareProfile:
     layer_gradient_bytes: float
     head_gradient_bytes: float
     """Of the last stage, and of the first, whose word embeddings are as large."""
-    host_copy_bytes_per_s: float
-    """From the device to pinned memory of the host."""
     rings_are_buffered: bool = False
     """Whether a message slows DP.sync down in its own direction alone."""
 

@@ -6,32 +6,19 @@ the last one the final norm and the head, whether or not a layout writes its L t
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron.fold3d.observe.fields import check_names, check_numbers, from_file, is_file_name
+from megatron.fold3d.observe.fields import check_fields, from_file, is_file_name
 
 Family = Literal["gpt", "bert", "encoder-decoder"]
 Split = int | Sequence[int]
 """The number of equal stages that a model is cut into, or the number of layers of each stage."""
 _MOST_LAYERS = 10_000
-_MAY_BE_ZERO = (
-    *(
-        "ffn_hidden_size",
-        "kv_channels",
-        "num_decoder_layers",
-        "num_query_groups",
-        "rotary_base",
-        "max_positions",
-    ),
-    *("num_experts", "experts_per_token", "expert_ffn_hidden_size"),
-    *("shared_expert_ffn_hidden_size", "num_dense_layers"),
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +108,7 @@ class ModelShape:
     """Of its values."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, may_be_zero=_MAY_BE_ZERO)
-        check_names(self)
-        for name in ("untied", "swiglu", "rms_norm", "biases", "qkv_bias", "qk_norm"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"found {name}={value!r}; it is true or false")
+        check_fields(self)
         if self.num_attention_heads % self.num_groups:
             raise ValueError(
                 f"found num_query_groups={self.num_query_groups}; give a number that divides "
@@ -245,11 +228,6 @@ class ModelShape:
         return sum(stage.total for stage in self.stage_parameters(1))
 
     @property
-    def position_parameters(self) -> int:
-        """Of learned position embeddings."""
-        return 0 if self.rotary_base else (self.max_positions or self.seq_length) * self.hidden_size
-
-    @property
     def embedding_parameters(self) -> int:
         """The parameters of the vocabulary, at one end of the model."""
         return self.vocab_size * self.hidden_size
@@ -358,6 +336,10 @@ class ModelShape:
             )
         return tuple(range(*ends) for ends in pairwise(accumulate(counts, initial=0)))
 
+    def by_stage[N: (int, float)](self, of_layer: Callable[[int], N], split: Split) -> list[N]:
+        """Return, per stage, the sum of what its layers have."""
+        return [sum(map(of_layer, layers)) for layers in self.stage_layers(split)]
+
     def _evenly(self, num_stages: int) -> list[int]:
         if num_stages < 1 or self.num_layers % num_stages:
             fits = [n for n in range(1, self.num_layers + 1) if self.num_layers % n == 0]
@@ -378,9 +360,8 @@ class ModelShape:
 
 @lru_cache(maxsize=1024)
 def _stage_flops(shape: ModelShape, split: Split) -> tuple[int, ...]:
-    stages = [sum(map(shape.layer_flops, layers)) for layers in shape.stage_layers(split)]
-    stages[-1] += shape.head_flops
-    return tuple(stages)
+    *others, last = shape.by_stage(shape.layer_flops, split)
+    return (*others, last + shape.head_flops)
 
 
 @lru_cache(maxsize=1024)
@@ -390,7 +371,8 @@ def _stage_parameters(shape: ModelShape, split: Split) -> tuple[Parameters, ...]
         for layers in shape.stage_layers(split)
     ]
     vocabulary = Parameters(divided=shape.embedding_parameters)
-    stages[0] += vocabulary + Parameters(whole=shape.position_parameters)
+    positions = 0 if shape.rotary_base else shape.max_positions or shape.seq_length  # learned ones
+    stages[0] += vocabulary + Parameters(whole=positions * shape.hidden_size)
     stages[-1] += Parameters(whole=shape.norm_size * shape.hidden_size)
     if len(stages) > 1 or shape.untied:  # if tied to the first stage's, a copy of its own
         stages[-1] += vocabulary

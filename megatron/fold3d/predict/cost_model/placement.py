@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.sizes import Setup
-from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes, Use
+from megatron.fold3d.predict.simulator.link import NO_SWITCHES, Routes, Use
 
 _Flow = tuple[int, int]  # sending and receiving rank; the same one twice is the rank's DP.sync
 
@@ -54,7 +54,7 @@ def routes(cluster: Cluster, setup: Setup, num_ranks: int) -> Routes:
     nodes = _nodes(cluster.gpus_per_node, setup, num_ranks)
     levels = tuple(_levels(cluster))
     try:
-        return _routes(nodes, levels, tuple(_nic_of_rank(cluster, setup, num_ranks)))
+        return _routes(nodes, levels, nic_of_rank(cluster, setup, num_ranks))
     except ValueError as error:
         raise ValueError(
             f"tp {setup.tensor_parallel} x pp {num_ranks} x dp {setup.data_parallel} in the order "
@@ -72,9 +72,10 @@ def _levels(cluster: Cluster) -> Iterator[tuple[float, int]]:
         yield nodes / scarcer, nodes
 
 
-def _nic_of_rank(cluster: Cluster, setup: Setup, num_ranks: int) -> Iterator[int]:
+def nic_of_rank(cluster: Cluster, setup: Setup, num_ranks: int) -> tuple[int, ...]:
+    """Return the NIC that each pipeline rank uses."""
     per_node = max(1, cluster.gpus_per_node // gpus_together(setup))
-    return (rank // per_node for rank in range(num_ranks))
+    return tuple(rank // per_node for rank in range(num_ranks))
 
 
 def gpus_together(setup: Setup) -> int:
@@ -108,22 +109,23 @@ def _routes(
     nic_of_rank: tuple[int, ...],
 ) -> Routes:
     num_ranks = len(nodes)
-    neighbours = dict.fromkeys(
-        pair
-        for rank in range(num_ranks)
-        for pair in (((rank, (rank + 1) % num_ranks)), ((rank + 1) % num_ranks, rank))
-        if num_ranks > 1
-    )
-    ways = {flow: _ways(nodes[flow[0]], nodes[flow[1]], levels) for flow in neighbours}
-    rings = {rank: _ring(nodes[rank], levels) for rank in range(num_ranks)}
+    after = [*range(1, num_ranks), 0]  # the next rank
+
+    def ways_of(sender: int, receiver: int) -> list[list[_Link]]:
+        """Return the links from each node of a rank to the one that it sends to."""
+        if sender == receiver:
+            return [_ring(nodes[sender], levels)]
+        pairs = dict.fromkeys(zip(nodes[sender], nodes[receiver], strict=True))
+        return [[*_way(*pair, levels)] for pair in pairs]
+
+    messages = [flow for pair in enumerate(after) for flow in (pair, pair[::-1])]
+    syncs = [(rank, rank) for rank in range(num_ranks)]
+    ways = {flow: ways_of(*flow) for flow in (*messages, *syncs)}
     loads: defaultdict[_Link, Counter[_Flow]] = defaultdict(Counter)
     for flow, its in ways.items():
         for way in its:
             for link in way:
                 loads[link][flow] += 1
-    for rank, ring in rings.items():
-        for link in ring:
-            loads[link][rank, rank] += 1
     kinds = {
         link: _Kind(link.level, link.direction, frozenset(load.items()))
         for link, load in loads.items()
@@ -132,30 +134,17 @@ def _routes(
     for kind in kinds.values():
         if kind not in scarce and _is_scarce(kind, levels, nic_of_rank):
             scarce[kind] = len(scarce)
-
-    def uses(flow: _Flow, way: Sequence[_Link]) -> tuple[Use, ...]:
-        on_way = dict.fromkeys(kinds[link] for link in way)
-        return tuple(Use(scarce[k], dict(k.load)[flow]) for k in on_way if k in scarce)
-
-    of_message = {}
+    of_flow = {}
     for flow, its in ways.items():
-        found = dict.fromkeys(tuple(kinds[link] for link in way) for way in its)
-        if len({tuple(k for k in way if k in scarce) for way in found}) > 1:
+        found = {tuple(k for link in way if (k := kinds[link]) in scarce) for way in its}
+        if len(found) > 1:
             raise ValueError(
                 f"nodes of pipeline rank {flow[0]} reach rank {flow[1]} through different switches"
             )
-        if used := uses(flow, its[0]):
-            of_message[flow] = used
-    of_collective = {rank: used for rank, way in rings.items() if (used := uses((rank, rank), way))}
-    return Routes(tuple(levels[kind.level][0] for kind in scarce), of_message, of_collective)
-
-
-def _ways(
-    senders: Sequence[int], receivers: Sequence[int], levels: Sequence[tuple[float, int]]
-) -> list[tuple[_Link, ...]]:
-    """Return the links from each sending node to the one that it sends to."""
-    pairs = dict.fromkeys(zip(senders, receivers, strict=True))
-    return [tuple(_way(*pair, levels)) for pair in pairs]
+        used = dict.fromkeys(found.pop())
+        if used:
+            of_flow[flow] = tuple(Use(scarce[kind], dict(kind.load)[flow]) for kind in used)
+    return Routes(tuple(levels[kind.level][0] for kind in scarce), of_flow)
 
 
 def _ring(nodes: Sequence[int], levels: Sequence[tuple[float, int]]) -> list[_Link]:

@@ -5,7 +5,6 @@ buffers are whole again, for the optimizer's step.
 """
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
@@ -39,7 +38,7 @@ def sharded_footprint(
         static_bytes=tuple(
             static
             + _saving(
-                _without_frees(program, late),
+                tuple(a for a in program if a.op not in _FREE_GRADS or a.stage not in late),
                 gradient_bytes[rank :: plan.num_ranks],
                 rank,
                 plan,
@@ -74,10 +73,6 @@ def _freed_late(program: Program) -> frozenset[int]:
     """Return the stages that free what the iteration before has reduced, before their forwards."""
     freed = {stage for stage, op, _ in program if op in _FREE_GRADS}
     return frozenset(carried(program).keys() & freed)
-
-
-def _without_frees(program: Program, late: AbstractSet[int]) -> Program:
-    return tuple(a for a in program if a.op not in _FREE_GRADS or a.stage not in late)
 
 
 def _saving(

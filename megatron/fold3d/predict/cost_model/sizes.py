@@ -9,6 +9,7 @@ attention and 16 of a feed-forward layer as wide as 4 h: `_saved_elements` count
 
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal
 
@@ -203,10 +204,7 @@ def saved_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
 
     The last stage of a model always keeps its logits as well, even with full recomputation.
     """
-    saved = [
-        sum(layer_bytes(shape, setup, setup.recompute, layer) for layer in layers)
-        for layers in shape.stage_layers(split)
-    ]
+    saved = shape.by_stage(partial(layer_bytes, shape, setup, setup.recompute), split)
     t = setup.tensor_parallel
     saved[-1] += setup.tokens(shape) * shape.padded(t).vocab_size * _LOGIT_BYTES / t
     return saved
@@ -223,12 +221,8 @@ def working_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
 
 def recomputed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
     """Return, per stage, what early recomputation holds until the backward: all its layers."""
-    if setup.recompute != "full":
-        return [0.0] * len(shape.stage_layers(split))
-    return [
-        sum(layer_bytes(shape, setup, "none", layer) for layer in layers)
-        for layers in shape.stage_layers(split)
-    ]
+    full = setup.recompute == "full"
+    return shape.by_stage(lambda n: layer_bytes(shape, setup, "none", n) if full else 0.0, split)
 
 
 def layer_bytes(shape: ModelShape, setup: Setup, recompute: Recompute, layer: int = 0) -> float:
@@ -261,10 +255,7 @@ def _saved_elements(shape: ModelShape, layer: int) -> int:
 def delayed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
     """Return, per stage, what a backward keeps for its delayed weight gradients."""
     tokens = setup.tokens(shape) * setup.element_bytes
-    return [
-        sum(tokens * _delayed_elements(shape, setup, layer) for layer in layers)
-        for layers in shape.stage_layers(split)
-    ]
+    return shape.by_stage(lambda n: tokens * _delayed_elements(shape, setup, n), split)
 
 
 def _delayed_elements(shape: ModelShape, setup: Setup, layer: int) -> float:
@@ -299,14 +290,14 @@ def message_bytes(shape: ModelShape, setup: Setup) -> float:
     return tokens * shape.hidden_size * setup.element_bytes / whole
 
 
-def gradient_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
-    """Return, per stage, what one GPU syncs with its data-parallel peers, experts apart."""
-    return [held.dense * setup.gradient_bytes for held in held_parameters(shape, setup, split)]
+def tensor_parallel_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Return what one GPU sends to its tensor-parallel group in a layer's forward of a micro-batch.
 
-
-def expert_gradient_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
-    """Return, per stage, what one GPU syncs with those that hold the same experts."""
-    return [held.experts * setup.gradient_bytes for held in held_parameters(shape, setup, split)]
+    A layer sends 8 b s h (t - 1)/t elements (Narayanan et al. 2021, Sec. 3.2), half of them then.
+    """
+    t = setup.tensor_parallel
+    elements = 8 * setup.microbatch_size * shape.seq_length * shape.hidden_size * ((t - 1) / t)
+    return elements / setup.context_parallel / 2 * setup.element_bytes
 
 
 def exchanged_bytes(shape: ModelShape, setup: Setup, layer: int) -> tuple[float, float]:

@@ -35,15 +35,16 @@ def training_flops(
     return Flops(model, model + again)
 
 
-def recomputed_flops(shape: ModelShape, recompute: Recompute, split: Split) -> tuple[int, ...]:
+def recomputed_flops(shape: ModelShape, recompute: Recompute, split: Split) -> list[int]:
     """Return, per stage, what a backward of one sequence computes again.
 
     That is layers or, selectively, attention's scores. Embedding, head and loss never are.
     """
-    if recompute == "none":
-        return (0,) * len(shape.stage_layers(split))
-    whole = recompute == "full"
-    return tuple(
-        sum(shape.layer_flops(n) - (0 if whole else shape.linear_flops(n)) for n in layers)
-        for layers in shape.stage_layers(split)
-    )
+
+    def again(layer: int) -> int:
+        if recompute == "none":
+            return 0
+        kept = shape.linear_flops(layer) if recompute == "selective" else 0
+        return shape.layer_flops(layer) - kept
+
+    return shape.by_stage(again, split)

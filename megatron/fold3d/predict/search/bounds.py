@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import order_of
 from megatron.fold3d.plan.memory import Moment, fullest
 from megatron.fold3d.plan.passes.pairs import num_pairs
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change
 from megatron.fold3d.predict.search.candidate_timeline import launches_in_backward
 from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.judge import plain_order
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.pair_times import in_pairs
 
@@ -36,7 +36,7 @@ def bounded(candidate: Candidate, estimate: Estimate) -> Bounded:
         candidate,
         estimate,
         least_iteration_s(candidate, estimate),
-        _device_bytes(candidate, estimate),
+        max(_of_rank(candidate, estimate, rank) for rank in range(candidate.num_ranks)),
         _most_copied(candidate, estimate.footprint.saved_bytes) if candidate.offload else 0.0,
     )
 
@@ -168,12 +168,8 @@ def _most_copied(candidate: Candidate, of_stage: Sequence[float]) -> float:
     return each * max(0, candidate.num_microbatches - 2)
 
 
-def _device_bytes(candidate: Candidate, estimate: Estimate) -> float:
-    """An upper bound on the fullest rank's memory, from its number of activations."""
-    return max(_of_rank(candidate, estimate, rank) for rank in range(candidate.num_ranks))
-
-
 def _of_rank(candidate: Candidate, estimate: Estimate, rank: int) -> float:
+    """An upper bound on a rank's memory, from its number of activations."""
     footprint, ranks = estimate.footprint, candidate.num_ranks
     held = _resident_bytes(candidate, estimate, rank)
     held += candidate.most_activations(rank) * max(footprint.saved_bytes[rank::ranks])
@@ -195,12 +191,13 @@ def exact_bytes(candidate: Candidate, estimate: Estimate, above: float = 0.0) ->
         estimate: its costs.
         above: ranks whose upper bound is no more count with that.
     """
-    footprint, ranks, microbatches = (
-        estimate.footprint,
-        candidate.num_ranks,
-        candidate.num_microbatches,
+    footprint, ranks = estimate.footprint, candidate.num_ranks
+    choice, microbatches = candidate.choice, candidate.num_microbatches
+    plain = Choice.plain(
+        choice.schedule, candidate.num_segments, group=choice.group, ahead=choice.ahead
     )
-    each = 2 if candidate.choice.pairs else 1
+    each = 2 if choice.pairs else 1  # of pairs, the order is that in which each is one micro-batch
+    passes = num_pairs(microbatches) if choice.pairs else microbatches
     bounds = sorted(((_of_rank(candidate, estimate, r), r) for r in range(ranks)), reverse=True)
     most = 0.0
     for bound, rank in bounds:
@@ -210,7 +207,7 @@ def exact_bytes(candidate: Candidate, estimate: Estimate, above: float = 0.0) ->
         held = max(
             working[segment]
             + sum(min(each * n, microbatches) * b for n, b in zip(counts, saved, strict=True))
-            for segment, counts in _fullest(_order(candidate), rank)
+            for segment, counts in _fullest(plain, ranks, passes, rank)
         )
         most = max(
             most, footprint.static_bytes[rank], held + _resident_bytes(candidate, estimate, rank)
@@ -218,21 +215,7 @@ def exact_bytes(candidate: Candidate, estimate: Estimate, above: float = 0.0) ->
     return most
 
 
-_Order = tuple[Choice, int, int]
-
-
-def _order(candidate: Candidate) -> _Order:
-    """Return what an order follows from; of pairs, that in which each is one micro-batch."""
-    c = candidate.choice
-    plain = Choice.plain(c.schedule, len(c.segments), group=c.group, ahead=c.ahead)
-    microbatches = candidate.num_microbatches
-    return plain, candidate.num_ranks, num_pairs(microbatches) if c.pairs else microbatches
-
-
-_plan = lru_cache(maxsize=16)(order_of)
-
-
 @lru_cache(maxsize=8192)
-def _fullest(order: _Order, rank: int) -> tuple[Moment, ...]:
-    choice, ranks, _ = order
-    return fullest(_plan(*order).programs[rank], ranks, len(choice.segments))
+def _fullest(choice: Choice, ranks: int, microbatches: int, rank: int) -> tuple[Moment, ...]:
+    order = plain_order(choice, ranks, microbatches)
+    return fullest(order.programs[rank], ranks, len(choice.segments))

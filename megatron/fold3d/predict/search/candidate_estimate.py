@@ -1,37 +1,45 @@
 """The costs and the memory of a candidate, from a model and a cluster."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from megatron.fold3d.observe.breakdown import Flops
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.recompute_by_stage import estimate_with_counts
+from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
 from megatron.fold3d.predict.cost_model.training_flops import training_flops
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.replicated_costs import estimate_with_replicated
 
 
-def estimate_of(shape: ModelShape, cluster: Cluster, candidate: Candidate) -> Estimate:
+def estimate_of(
+    shape: ModelShape,
+    cluster: Cluster,
+    candidate: Candidate,
+    of_sizes: Callable[..., Estimate] = estimate,
+) -> Estimate:
     """Return the estimate of a candidate.
 
     Args:
         shape: the model.
         cluster: the GPUs and their links.
         candidate: sizes, layers, recomputation and replicated segments.
+        of_sizes: `estimate`, or the same from a cache.
     """
     c = candidate
-    known = estimate(
+    known = of_sizes(
         shape, cluster, c.setup, num_ranks=c.num_ranks, num_segments=c.num_segments, layers=c.layers
     )
-    return estimate_with_choices(known, shape, c)
-
-
-def estimate_with_choices(known: Estimate, shape: ModelShape, candidate: Candidate) -> Estimate:
-    """Return the estimate of a candidate, from that of its sizes and layers."""
-    c = candidate
     known = estimate_with_counts(known, shape, c.setup, c.recompute_layers, c.layers)
+    stages = c.choice.stages(c.num_ranks, optimizer="replicated")
+    if not stages:
+        return known
     split = c.layers or c.num_ranks * c.num_segments
-    replicated = c.choice.where(optimizer="replicated")
-    return estimate_with_replicated(known, shape, c.setup, split, replicated)
+    more = replicated_bytes(shape, c.setup, c.num_ranks, split, stages)
+    static = map(sum, zip(known.footprint.static_bytes, more, strict=True))
+    footprint = replace(known.footprint, static_bytes=tuple(static))
+    return replace(known, costs=known.costs.with_replicated(stages), footprint=footprint)
 
 
 def flops_of(

@@ -8,7 +8,6 @@ first, and may end at any time.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import combinations, product
 from math import inf
 
@@ -111,22 +110,17 @@ class Descent:
     Attributes:
         judge: predicts.
         space: what may be chosen.
+        first: the prediction of the choice where the search begins.
         found: what was simulated; None could not run, did not fit, or would have been too much.
+
+    Raises:
+        PlanError: the choice where the search begins cannot run.
     """
 
     def __init__(self, judge: Predicts, space: Space, most_actions: int = MOST_ACTIONS) -> None:
         self.found: dict[Choice, Predicted | None] = {}
-        self.space = space
+        self.space, self.first = space, judge.predicted(space.first)
         self.judge, self._left = judge, most_actions
-
-    @cached_property
-    def first(self) -> Predicted:
-        """The prediction of the choice where the search begins.
-
-        Raises:
-            PlanError: it cannot run.
-        """
-        return self.judge.predicted(self.space.first)
 
     @property
     def best(self) -> Predicted:
@@ -151,7 +145,10 @@ class Descent:
             key=lambda one: self.price(one.choice),
         )
         sharded = self.judge.gathers_params
-        shards_behind = [bool(sharded and _shards_behind(one.choice)) for one in gaining]
+        shards_behind = [
+            bool(sharded and one.choice.where(optimizer="sharded", wgrad="behind"))
+            for one in gaining
+        ]
         kinds: dict[bool, Predicted] = {}
         for one, behind in zip(gaining, shards_behind, strict=True):
             if len(self.space.free.get("step", ())) > 1:
@@ -265,8 +262,3 @@ def with_other_forwards_ahead(judge: Predicts, first: Choice) -> list[Choice]:
     usual = first.ahead or FORWARDS_AHEAD[first.schedule]
     numbers = worth_trying(judge.costs(first), judge.num_ranks, judge.num_microbatches)
     return [replace(first, ahead=number) for number in numbers if number != usual]
-
-
-def _shards_behind(choice: Choice) -> bool:
-    """Whether reductions to shards start between weight gradients."""
-    return bool(choice.where(optimizer="sharded", wgrad="behind"))

@@ -24,7 +24,11 @@ def nothing_divides(
     shape: ModelShape, cluster: Cluster, global_batch_size: int, given: Given
 ) -> str:
     """Return which of the given sizes divides nothing, and which values would."""
-    sizes = {name: value for name, value in _sizes(given).items() if value is not None}
+    sizes = {
+        field.name: value
+        for field in fields(given)
+        if field.name in _FLAGS and (value := getattr(given, field.name)) is not None
+    }
     job = f"{shape.name} on {cluster.num_gpus} GPUs with a batch of {global_batch_size}"
     for name, value in sizes.items():
         flag, of = _FLAGS[name]
@@ -80,12 +84,6 @@ def nothing_fits(
             return f"{message}; try {_spelled(sizes)} --recompute full{where}"
         more = replace(more, num_nodes=2 * more.num_nodes)
     return f"{message}, and so it does not on {more.num_gpus // 2}; take GPUs with more memory"
-
-
-def _sizes(given: Given) -> dict[str, int | None]:
-    return {
-        field.name: getattr(given, field.name) for field in fields(given) if field.name in _FLAGS
-    }
 
 
 def _spelled(sizes: Mapping[str, int]) -> str:

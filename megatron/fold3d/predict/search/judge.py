@@ -22,8 +22,7 @@ from megatron.fold3d.predict.search.order_choice import stage_times
 from megatron.fold3d.predict.search.simulated_shares import auto_shares, with_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import PLAIN, Link
-from megatron.fold3d.predict.simulator.simulate import simulate
-from megatron.fold3d.predict.simulator.steady import steady_state
+from megatron.fold3d.predict.simulator.simulate import steady_state
 
 _order = lru_cache(maxsize=64)(order_of)
 
@@ -185,8 +184,8 @@ class Judge:
             plan = lower(order, cut, self.features, shares=shares, offload=self.offload)
         elif choice.carries:
             plan = with_shares(plan, costs, shares)
-        run = simulate if plan.flushes else steady_state
-        return Simulated(order=order, plan=plan, timeline=run(plan, costs, link), shares=shares)
+        timeline = steady_state(plan, costs, link)
+        return Simulated(order=order, plan=plan, timeline=timeline, shares=shares)
 
 
 def num_actions(judge: Predicts, choice: Choice) -> int:

@@ -145,15 +145,7 @@ def _has_a_limit(candidate: Candidate, estimate: Estimate) -> bool:
     The limit is memory, for delayed weight gradients and late copies, or the time for which
     transfers may pause DP.sync.
     """
-    copies_lag = candidate.offload and not _copies_keep_up(estimate)
-    return candidate.choice.fills_gaps or copies_lag or candidate.preemptive
-
-
-def _copies_keep_up(estimate: Estimate) -> bool:
-    """Return True if no copy to the host or back takes longer than what is computed meanwhile."""
     costs = estimate.costs
-    pairs = (
-        *zip(costs.offload_s, costs.forward_s, strict=True),
-        *zip(costs.reload_s, costs.backward_s, strict=True),
-    )
-    return all(copy_s <= compute_s for copy_s, compute_s in pairs)
+    copies = zip(costs.offload_s + costs.reload_s, costs.forward_s + costs.backward_s, strict=True)
+    copies_lag = candidate.offload and any(copy_s > compute_s for copy_s, compute_s in copies)
+    return candidate.choice.fills_gaps or copies_lag or candidate.preemptive

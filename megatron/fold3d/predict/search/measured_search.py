@@ -15,7 +15,6 @@ from megatron.fold3d.predict.search.descent import (
     with_other_forwards_ahead,
 )
 from megatron.fold3d.predict.search.judge import Judge
-from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 
@@ -74,14 +73,14 @@ def measured_search(
 
     def costs_of(choice: Choice) -> Costs:
         whole = choice.stages(order.num_ranks, optimizer="replicated")
-        return with_replicated(costs, whole) if features.gathers_params and whole else costs
+        return costs.with_replicated(whole) if features.gathers_params and whole else costs
 
     judge = Judge(
         num_ranks=order.num_ranks,
         num_microbatches=order.num_microbatches,
         costs=costs_of,
         features=replace(features, transfers=False),
-        link=Link(in_order=True, preemptive=preemptive, shard_shares=shard_shares),
+        link=Link(preemptive=preemptive, shard_shares=shard_shares),
         fits=fits,
         held=may_hold,
         order=None if frees_order or frees_ahead else order,

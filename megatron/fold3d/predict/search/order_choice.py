@@ -1,7 +1,5 @@
 """What ``ahead=auto`` and ``wgrad=gaps`` may choose, from the costs and the memory of a run."""
 
-from collections.abc import Callable
-
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.memory import peak_activations
@@ -49,14 +47,6 @@ def stage_times(costs: Costs) -> StageTimes:
         weight_s=tuple(weight_s + costs.split_s for weight_s in costs.weight_s),
         transfer_s=costs.p2p_latency_s + costs.p2p_s,
     )
-
-
-def at_most(most: int | None) -> Callable[[Plan], HeldSizes]:
-    """Return the sizes of orders in which a rank holds this many micro-batches at most.
-
-    None stands for as many as the fullest rank holds without delayed weight gradients.
-    """
-    return lambda plan: HeldSizes.counted(plan, most)
 
 
 def check_most(plan: Plan, most: int) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, partial
 from heapq import heappop, heappush
 from math import inf
 from multiprocessing import get_context
@@ -29,9 +29,7 @@ from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.placement import routes
-from megatron.fold3d.predict.cost_model.recompute_by_stage import (
-    fewest_recomputed,
-)
+from megatron.fold3d.predict.cost_model.recompute_by_stage import fewest_recomputed
 from megatron.fold3d.predict.search.bounds import (
     Bounded,
     bounded,
@@ -39,7 +37,7 @@ from megatron.fold3d.predict.search.bounds import (
     exact_bytes,
     least_sharded_bytes,
 )
-from megatron.fold3d.predict.search.candidate_estimate import estimate_with_choices
+from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import (
     computed,
     many_queues_s,
@@ -107,92 +105,75 @@ def search(
     if global_batch_size < 1:
         raise ValueError(f"found global_batch_size={global_batch_size}; it is at least one")
     with _processes(cluster) as pool:
-        return _search(
-            _Judge(shape, cluster, progress, pool),
-            shape,
-            cluster,
-            global_batch_size,
-            top,
-            given,
-            assumed,
-        )
-
-
-def _search(
-    judge: "_Judge",
-    shape: ModelShape,
-    cluster: Cluster,
-    global_batch_size: int,
-    top: int,
-    given: Given,
-    assumed: Set[Assumption],
-) -> Search:
-    everything = [
-        judge.bounded(c)
-        for c in candidates(shape, cluster, global_batch_size, given, assumed)
-        if judge.can_place(c)
-    ]
-    if not everything:
-        raise ValueError(nothing_divides(shape, cluster, global_batch_size, given))
-    if "offload" not in assumed:
-        everything += map(judge.bounded, _that_memory_asks_to_offload(everything, judge.fits))
-    everything += [*_that_shards_make_fit(everything, judge)]
-    fitting = _quickest_of_each(filter(judge.fits, everything))
-    kept = max(top, _IMPROVED)  # so that the answer is the same for every `top`
-    best = judge.best(fitting, kept)
-    stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
-    if not best:
-        raise ValueError(
-            nothing_fits(
-                shape,
-                cluster,
-                global_batch_size,
-                given,
-                found=[b for b in everything if b.host_bytes <= judge.host_limit_bytes],
-                bounds_on=judge.bounds_on,
-                usable=USABLE_MEMORY,
+        judge = _Judge(shape, cluster, progress, pool)
+        everything = [
+            judge.bounded(c)
+            for c in candidates(shape, cluster, global_batch_size, given, assumed)
+            if judge.can_place(c)
+        ]
+        if not everything:
+            raise ValueError(nothing_divides(shape, cluster, global_batch_size, given))
+        if "offload" not in assumed:
+            everything += map(judge.bounded, _that_memory_asks_to_offload(everything, judge.fits))
+        everything += [*_that_shards_make_fit(everything, judge)]
+        fitting = _quickest_of_each(filter(judge.fits, everything))
+        kept = max(top, _IMPROVED)  # so that the answer is the same for every `top`
+        best = judge.best(fitting, kept)
+        stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
+        if not best:
+            raise ValueError(
+                nothing_fits(
+                    shape,
+                    cluster,
+                    global_batch_size,
+                    given,
+                    found=[b for b in everything if b.host_bytes <= judge.host_limit_bytes],
+                    bounds_on=judge.bounds_on,
+                    usable=USABLE_MEMORY,
+                )
             )
+        others = dict.fromkeys(
+            other
+            for choice in (*best[:_IMPROVED], *stock)
+            for other in neighbours(choice.candidate, shape.num_layers, assumed)
+            if judge.can_place(other)
+            and (other.choice.group == choice.candidate.choice.group or judge.has_time_for(other))
         )
-    others = dict.fromkeys(
-        other
-        for choice in (*best[:_IMPROVED], *stock)
-        for other in neighbours(choice.candidate, shape.num_layers, assumed)
-        if judge.can_place(other)
-        and (other.choice.group == choice.candidate.choice.group or judge.has_time_for(other))
-    )
-    others |= dict.fromkeys(_that_replicate(best[:_IMPROVED], tied=not shape.untied))
-    if "recompute-layers" in assumed:
-        for counted in judge.recomputing_less(fitting):
-            others |= dict.fromkeys((counted, *recomputed_and_paired(counted, assumed)))
-    known = {item.candidate for item in fitting}
-    better = [judge.bounded(other) for other in others if other not in known]
-    fitting += filter(judge.fits, better)
-    stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
-    limit_s = _LISTED * min(choice.iteration_s for choice in (*best, *stock))
-    ours = judge.best([b for b in fitting if not b.candidate.is_stock], 1, limit_s)
-    in_pipelines = [b for b in fitting if b.candidate.is_stock and b.candidate.num_ranks > 1]
-    balanced = [
-        judge.bounded(other)
-        for choice in dict.fromkeys((*ours, *stock, *judge.best(in_pipelines, 1, limit_s)))
-        for other in judge.partitioned(choice)
-        if other not in known
-    ]
-    better += balanced
-    fitting += balanced
-    stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
-    best = _plainest_first(judge.best(fitting, kept))
-    found = Search(
-        best=best[:top],
-        best_stock=stock[0] if stock else None,
-        considered=len(everything) + len(better),
-        too_large=sum(not judge.fits(b) for b in everything),
-        simulated=judge.num_simulated,
-        undelayed=judge.undelayed(best[0].candidate),
-        unsharded=judge.unsharded(best[0].candidate, fitting),
-        in_16_bits=_in_16_bits(judge, (*best[:_IMPROVED], *stock), fitting, tied=not shape.untied),
-    )
-    many_queues_s = judge.with_many_queues(found.choice.candidate)
-    return replace(found, many_queues_s=many_queues_s, tried=judge.tried)
+        others |= dict.fromkeys(_that_replicate(best[:_IMPROVED], tied=not shape.untied))
+        if "recompute-layers" in assumed:
+            for counted in judge.recomputing_less(fitting):
+                others |= dict.fromkeys((counted, *recomputed_and_paired(counted, assumed)))
+        known = {item.candidate for item in fitting}
+        better = [judge.bounded(other) for other in others if other not in known]
+        fitting += filter(judge.fits, better)
+        stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
+        limit_s = _LISTED * min(choice.iteration_s for choice in (*best, *stock))
+        ours = judge.best([b for b in fitting if not b.candidate.is_stock], 1, limit_s)
+        in_pipelines = [b for b in fitting if b.candidate.is_stock and b.candidate.num_ranks > 1]
+        balanced = [
+            judge.bounded(other)
+            for choice in dict.fromkeys((*ours, *stock, *judge.best(in_pipelines, 1, limit_s)))
+            for other in judge.partitioned(choice)
+            if other not in known
+        ]
+        better += balanced
+        fitting += balanced
+        stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
+        best = _plainest_first(judge.best(fitting, kept))
+        found = Search(
+            best=best[:top],
+            best_stock=stock[0] if stock else None,
+            considered=len(everything) + len(better),
+            too_large=sum(not judge.fits(b) for b in everything),
+            simulated=len(judge.judged),
+            undelayed=judge.undelayed(best[0].candidate),
+            unsharded=judge.unsharded(best[0].candidate, fitting),
+            in_16_bits=_in_16_bits(
+                judge, (*best[:_IMPROVED], *stock), fitting, tied=not shape.untied
+            ),
+        )
+        many_queues_s = judge.with_many_queues(found.choice.candidate)
+        return replace(found, many_queues_s=many_queues_s, tried=tuple(judge.judged.values()))
 
 
 def _processes(cluster: Cluster) -> AbstractContextManager[Executor | None]:
@@ -216,32 +197,18 @@ class _Judge:
         self.limit_bytes = cluster.gpu_memory_bytes * USABLE_MEMORY
         self.host_limit_bytes = cluster.host_memory_bytes * USABLE_MEMORY / cluster.gpus_per_node
         self._shape, self._cluster = shape, cluster
-        self._estimate = lru_cache(None)(
-            lambda setup, ranks, segments, layers: estimate(
-                shape, cluster, setup, num_ranks=ranks, num_segments=segments, layers=layers
-            )
-        )
+        self._of_sizes = cache(estimate)
         self._progress = progress
-        self._judged: dict[Candidate, JudgedCandidate] = {}
+        self.judged: dict[Candidate, JudgedCandidate] = {}
         self._undisturbed_s: dict[Candidate, float] = {}
 
     def bounds_on(self, cluster: Cluster) -> Callable[[Candidate], Bounded]:
         """Return what bounds candidates of the model on another cluster."""
         return _Judge(self._shape, cluster, self._progress).bounded
 
-    @property
-    def tried(self) -> tuple[JudgedCandidate, ...]:
-        return tuple(self._judged.values())
-
-    @property
-    def num_simulated(self) -> int:
-        return len(self._judged)
-
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return the costs of a candidate."""
-        c = candidate
-        known = self._estimate(c.setup, c.num_ranks, c.num_segments, c.layers)
-        return estimate_with_choices(known, self._shape, c)
+        return estimate_of(self._shape, self._cluster, candidate, self._of_sizes)
 
     def can_place(self, candidate: Candidate) -> bool:
         """Return True if nodes of a pipeline rank have equal ways through the switches."""
@@ -291,7 +258,7 @@ class _Judge:
                 item = self.bounded(with_layers(layers))
             except ValueError:  # not even with all layers recomputed
                 return inf
-            judged = self._judged.get(item.candidate)
+            judged = self.judged.get(item.candidate)
             if judged is None and self.fits(item):
                 if (least_s := self.at_least_s(item)) >= best_s:
                     return least_s
@@ -350,7 +317,9 @@ class _Judge:
             return item.bound_s
         alone = without_grad_sync(item.candidate)
         if alone not in self._undisturbed_s:
-            self._undisturbed_s[alone] = _undisturbed_s(alone, item.estimate)
+            simulated = partial(undisturbed, estimate=item.estimate)
+            line = extended(alone, item.estimate, simulated)
+            self._undisturbed_s[alone] = simulated(alone).period_s if line is None else line[0]
         sync_s = 0.0 if alone.choice.splits else item.estimate.costs.grad_sync_s[0]
         inside_s = earlier_s(item.candidate, item.estimate)
         return self._undisturbed_s[alone] + max(0.0, sync_s - inside_s)
@@ -375,7 +344,7 @@ class _Judge:
                 del found[top:]
             limit_s = min(most_s(), found[-1][0] if len(found) == top else inf)
             not_over = sum(seconds < limit_s for seconds, _, _ in waiting)
-            self._progress(self.num_simulated, self.num_simulated + not_over)
+            self._progress(len(self.judged), len(self.judged) + not_over)
 
         def most_s() -> float:
             return min(limit_s, _LISTED * found[0][0]) if found else limit_s
@@ -389,7 +358,7 @@ class _Judge:
                 break
             if seconds > most_s():
                 break
-            if is_tight or item.candidate in self._judged:
+            if is_tight or item.candidate in self.judged:
                 started.append((place, self._start(item)))
                 if len(started) == self._at_once:
                     end_one()
@@ -412,7 +381,7 @@ class _Judge:
         if not candidate.choice.splits:
             return None
         undelayed = candidate.changed(wgrad="backward")
-        return self._judged.get(undelayed) or self._simulate(self.bounded(undelayed))
+        return self.judged.get(undelayed) or self._simulate(self.bounded(undelayed))
 
     def unsharded(self, candidate: Candidate, fitting: Iterable[Bounded]) -> JudgedCandidate | None:
         """Return the best of ours without shards, if a candidate has any."""
@@ -426,7 +395,7 @@ class _Judge:
 
     def _start(self, item: Bounded) -> Callable[[], JudgedCandidate]:
         """Begin to simulate a candidate, unless it was; return what waits for it."""
-        if (known := self._judged.get(item.candidate)) is not None:
+        if (known := self.judged.get(item.candidate)) is not None:
             return lambda: known
         if self._pool is None:
             return lambda: self._simulate(item)
@@ -434,18 +403,8 @@ class _Judge:
         return lambda: self._noted(future.result())
 
     def _noted(self, choice: JudgedCandidate) -> JudgedCandidate:
-        self._judged[choice.candidate] = choice
+        self.judged[choice.candidate] = choice
         return choice
-
-
-def _undisturbed_s(candidate: Candidate, estimate: Estimate) -> float:
-    """Return what an iteration takes without what `undisturbed` leaves out."""
-
-    def simulated(candidate: Candidate) -> Timeline:
-        return undisturbed(candidate, estimate)
-
-    line = extended(candidate, estimate, simulated)
-    return simulated(candidate).period_s if line is None else line[0]
 
 
 def _has_exact_bytes(candidate: Candidate) -> bool:
@@ -453,17 +412,12 @@ def _has_exact_bytes(candidate: Candidate) -> bool:
     return candidate.num_segments > 1 and not candidate.offload
 
 
-def _needs_memory_curve(candidate: Candidate) -> bool:
-    """Return True if the most that a GPU holds is only known from what happens when."""
-    c = candidate
-    early = c.choice.where(recompute="early")
-    return bool(c.offload or c.choice.splits or early or c.recompute_layers)
-
-
 def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
     """Judge a candidate; of very many micro-batches, from iterations with fewer."""
-    candidate = item.candidate
-    has_curve = _needs_memory_curve(candidate)
+    candidate, choice = item.candidate, item.candidate.choice
+    # The most that a GPU holds is only known from what happens when.
+    has_curve = bool(candidate.offload or choice.splits or candidate.recompute_layers)
+    has_curve |= bool(choice.where(recompute="early"))
     plain_bytes = item.device_bytes
     if not has_curve and _has_exact_bytes(candidate):
         plain_bytes = exact_bytes(candidate, item.estimate)

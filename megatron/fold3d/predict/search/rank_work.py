@@ -50,13 +50,8 @@ def rank_times(
 
 def _work_s(costs: Costs, may_keep_layers: bool) -> list[float]:
     """Return the seconds of one micro-batch in each stage."""
-    recompute_s = costs.recompute_s if may_keep_layers else ()
-    return [
-        forward_s + backward_s - again_s
-        for forward_s, backward_s, again_s in zip(
-            costs.forward_s,
-            costs.backward_s,
-            recompute_s or (0.0,) * len(costs.forward_s),
-            strict=True,
-        )
-    ]
+    again_s = costs.recompute_s if may_keep_layers else ()
+    rows = zip(
+        costs.forward_s, costs.backward_s, again_s or (0.0,) * len(costs.forward_s), strict=True
+    )
+    return [forward_s + backward_s - recompute_s for forward_s, backward_s, recompute_s in rows]

@@ -14,8 +14,7 @@ from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.search.rank_work import rank_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
-from megatron.fold3d.predict.simulator.simulate import simulate
-from megatron.fold3d.predict.simulator.steady import TOLERANCE, steady_state
+from megatron.fold3d.predict.simulator.simulate import TOLERANCE, steady_state
 
 WORTH_UNEVEN = 0.01  # measured times are not better than that
 # Layouts simulated for a number of segments: fewer where an iteration has more computations.
@@ -32,14 +31,12 @@ class SimulatedRun:
         num_microbatches: per iteration.
         schedule: the schedule.
         deferred: whether DP.sync may reach into the next iteration.
-        preemptive: whether PP.sync goes before DP.sync on a link.
     """
 
     num_ranks: int
     num_microbatches: int
     schedule: str = "aiao"
     deferred: bool = True
-    preemptive: bool = True
 
     def timeline(self, num_segments: int, costs: Costs) -> Timeline:
         """Return iterations until they are steady."""
@@ -55,20 +52,9 @@ class SimulatedRun:
         plan = lower(order, choice, Features(transfers=False))
         link = Link(
             grad_sync_order="edf" if self.deferred else "fifo",
-            preemptive=self.preemptive,
-            in_order=True,
+            preemptive=False,
         )
-        if not self.deferred:  # all are alike
-            return simulate(plan, costs, link)
         return steady_state(plan, costs, link)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentLayers:
-    """A number of segments, and the layers of each stage; without any all have equally many."""
-
-    segments: Segments
-    layers: Layers = ()
 
 
 def by_simulation(
@@ -92,7 +78,7 @@ def with_layers(
     costs: Callable[[Layers], Costs],
     pipeline: SimulatedRun,
     fits: Callable[[Timeline, Layers, Layers], bool] = lambda *_: True,
-) -> SegmentLayers:
+) -> Segments:
     """Return the number of segments and the layers of stages with the shortest steady iteration.
 
     Layers are uneven only where that gains 1%, or where no number of segments divides them.
@@ -138,11 +124,11 @@ def with_layers(
     if chosen is not None:
         least_s = iterations_s[chosen.num_segments]
         if not layout.iteration_s <= least_s * (1 - WORTH_UNEVEN):
-            return SegmentLayers(segments=chosen)
+            return chosen
     if len(set(layout.layers)) == 1:
-        return SegmentLayers(segments=by_iteration_time({best: layout.iteration_s}, 0.0))
+        return by_iteration_time({best: layout.iteration_s}, 0.0)
     how = "none is better" if layout.is_exact else f"the best of {layout.simulated} that were tried"
     reason = f"layers {','.join(map(str, layout.layers))} take {layout.iteration_s:.3g} s, {how}"
     if chosen is not None:
         reason += f"; even ones: {chosen.reason}"
-    return SegmentLayers(segments=Segments(num_segments=best, reason=reason), layers=layout.layers)
+    return Segments(num_segments=best, reason=reason, layers=layout.layers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Self
 
-from megatron.fold3d.observe.memory_curve import Footprint, memory
+from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import Plan
@@ -25,7 +25,6 @@ from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.descent import Descent, Space
 from megatron.fold3d.predict.search.judge import Simulated, plain_order
 from megatron.fold3d.predict.search.order_choice import (
-    at_most,
     check_most,
     held_sizes,
     stage_times,
@@ -51,7 +50,8 @@ class PredictedRun:
         auto_recompute_layers: whether the number of layers that stages recompute is.
         auto_ahead: whether the number of forwards ahead is.
         auto_replicated: whether the segments are that every replica steps in full.
-        most_activations: as in `order_choice.at_most`, of weight gradients in gaps.
+        most_activations: that a rank holds with weight gradients in gaps; None stands for as many
+            as the fullest rank holds without, if memory is not known.
         how: how layers were chosen.
     """
 
@@ -120,20 +120,16 @@ class PredictedRun:
             fits=self._fits,
         )
 
-    def footprint(self, order: Plan) -> Footprint:
-        """Return the bytes that ranks, and micro-batches of stages, hold."""
-        known, setup = self.known, self.candidate.setup
-        if self.candidate.shards == "off":
-            return known.footprint
-        freeing = plan_of(self.candidate, order)
-        return sharded_footprint(known.footprint, freeing, known.gradient_bytes, setup)
-
     def peaks(self, order: Plan, timeline: Timeline) -> list[float]:
         """Return the most bytes that each rank's GPU holds; nothing without a model."""
         if self.shape is None:
             return []
-        ranks = memory(timeline, self.footprint(order))
-        return [rank.device.peak_bytes for rank in ranks]
+        known, c = self.known, self.candidate
+        footprint = known.footprint
+        if c.shards != "off":
+            freeing = plan_of(c, order)
+            footprint = sharded_footprint(footprint, freeing, known.gradient_bytes, c.setup)
+        return [rank.device.peak_bytes for rank in memory(timeline, footprint)]
 
     def settled(self) -> tuple[Self, Plan]:
         """Return the run with choices for what is open in it, and its order of computation.
@@ -149,7 +145,7 @@ class PredictedRun:
     def held_sizes(self, plan: Plan) -> HeldSizes:
         """Return what micro-batches hold, and what ranks may hold."""
         if self.usable_bytes is None or self.most_activations is not None:
-            return at_most(self.most_activations)(plan)
+            return HeldSizes.counted(plan, self.most_activations)
         return held_sizes(self.known.footprint, plan, self.usable_bytes)
 
     def _with(self, **changed: Any) -> Self:

@@ -5,7 +5,8 @@ these.
 """
 
 import json
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Container
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from reprlib import repr as shortened
 from typing import Any, Self
 
@@ -13,6 +14,12 @@ from megatron.fold3d.observe.fields import is_number, parse_json
 from megatron.fold3d.plan.ir import Op, PlanError
 
 _NEEDED = ("forward_s", "backward_s")
+_PARTS = {
+    "weight_s": "backward",
+    "recompute_s": "backward",
+    "tp_sync_s": "forward",
+    "ep_sync_s": "forward",
+}
 # Keys of older files.
 _RENAMED = {"kept_back_s": "reduced_in_iteration_s", "tp_collectives": "collectives"}
 
@@ -112,17 +119,13 @@ class Costs:
                     f"found {len(numbers)} numbers in {name}; a plan of {num_stages} stages "
                     "needs one for each"
                 )
-        for name, parts_s in (("weight_s", self.weight_s), ("recompute_s", self.recompute_s)):
-            for part_s, whole_s in zip(parts_s, self.backward_s, strict=False):
+        for name, kind in _PARTS.items():
+            for part_s, whole_s in zip(
+                getattr(self, name), getattr(self, f"{kind}_s"), strict=False
+            ):
                 if part_s > whole_s:
                     raise PlanError(
-                        f"found {part_s!r} in {name}; it is a part of a backward of {whole_s!r}"
-                    )
-        for name, syncs_s in (("tp_sync_s", self.tp_sync_s), ("ep_sync_s", self.ep_sync_s)):
-            for sync_s, whole_s in zip(syncs_s, self.forward_s, strict=False):
-                if sync_s > whole_s:
-                    raise PlanError(
-                        f"found {sync_s!r} in {name}; it is a part of a forward of {whole_s!r}"
+                        f"found {part_s!r} in {name}; it is a part of a {kind} of {whole_s!r}"
                     )
         both = zip(self.weight_s, self.recompute_s, self.backward_s, strict=False)
         for weight_s, recompute_s, whole_s in both:
@@ -142,6 +145,22 @@ class Costs:
         """
         recomputes = op is Op.BACKWARD and not early and any(self.recompute_s[stage : stage + 1])
         return 2 if recomputes else 1
+
+    def with_replicated(self, stages: Container[int]) -> Self:
+        """Return a distributed optimizer's costs if every replica steps ``stages`` in full.
+
+        They are all-reduced and not gathered. A ring's all-reduce is a reduce-scatter and an
+        all-gather of the same bytes.
+        """
+        return replace(
+            self,
+            grad_sync_s=tuple(
+                s * (2 if stage in stages else 1) for stage, s in enumerate(self.grad_sync_s)
+            ),
+            param_gather_s=tuple(
+                0.0 if stage in stages else s for stage, s in enumerate(self.param_gather_s)
+            ),
+        )
 
     def hidden_in_pairs_s(self, stage: int) -> float:
         """Return the seconds of a forward's collectives, which the other of a pair hides."""

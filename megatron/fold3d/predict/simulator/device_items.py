@@ -4,7 +4,7 @@ As in the runtime, DP.sync is a number of collectives. If DDP's hooks launch the
 the backward is cut into parts there.
 """
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Container, Sequence
 from enum import IntEnum
 from math import ceil
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from megatron.fold3d.plan.device_queues import (
     send_waits,
     stream_of,
 )
-from megatron.fold3d.plan.ir import Action, Op, hooked
+from megatron.fold3d.plan.ir import Action, hooked
 from megatron.fold3d.plan.ops import (
     COMPUTE_OPS,
     COPY_OPS,
@@ -68,8 +68,6 @@ class Items:
     Args:
         steps: the steps of the plan, with its transfers.
         device: the device that runs them.
-        grad_sync_s: seconds of each stage's whole DP.sync.
-        sends_waited_for: as in `Link`.
         alternates: whether receives and reductions use two streams, as ours do with one queue.
 
     Attributes:
@@ -77,19 +75,8 @@ class Items:
             computation is over.
     """
 
-    def __init__(
-        self,
-        steps: Steps,
-        device: Device,
-        grad_sync_s: Sequence[float],
-        sends_waited_for: Collection[Op],
-        *,
-        alternates: bool,
-    ) -> None:
-        self._steps, self._device = steps, device
-        self._grad_sync_s = grad_sync_s
-        self._sends_waited_for = sends_waited_for
-        self._alternates = alternates
+    def __init__(self, steps: Steps, device: Device, *, alternates: bool) -> None:
+        self._steps, self._device, self._alternates = steps, device, alternates
         self.num_facts = len(steps.named)
 
     def of(self, program: Sequence[Step]) -> list[Item]:
@@ -99,8 +86,8 @@ class Items:
         issued = _Issued(self._steps.named, apart)
         inside = self._launched_inside(program)
         launched = {step.action for step in inside.values()}
-        ours = not self._sends_waited_for
-        waited_for = send_waits(actions) if ours else {}
+        of_stock = self._steps.sends_waited_for
+        waited_for = {} if of_stock else send_waits(actions)
         for index, step in enumerate(program):
             action = step.action
             op = action.op
@@ -109,7 +96,7 @@ class Items:
             elif op in P2P_OPS:
                 fact = self._arrival(action)
                 issued.transfer(action, stream_of(action, alternates=self._alternates), fact)
-                if op in SEND_OPS and source_of(message_from(action)).op in self._sends_waited_for:
+                if op in SEND_OPS and source_of(message_from(action)).op in of_stock:
                     issued.wait_for(action, fact)
             elif op in SYNC_OPS:
                 if action not in launched:
@@ -162,7 +149,7 @@ class Items:
         (stage, op, _), seconds, *_ = step
         if not self._device.launches or not seconds or op not in SUM_OPS | GATHER_OPS:
             return 1
-        share = seconds / self._grad_sync_s[stage] if op in SUM_OPS else 1.0
+        share = seconds / self._steps.costs.grad_sync_s[stage] if op in SUM_OPS else 1.0
         return max(1, ceil(self._device.launches[stage] * share - 1e-9))
 
 

@@ -22,12 +22,18 @@ from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_items import Item, Items, Kind
 from megatron.fold3d.predict.simulator.exchanges import Exchanges
-from megatron.fold3d.predict.simulator.link import PLAIN, Device, Link
+from megatron.fold3d.predict.simulator.link import PLAIN, Device
 from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Steps
 
 _COMPUTE = Stream.COMPUTE
 _NCCL = (Kind.COLLECTIVE, Kind.TRANSFER)
+_LANES = {
+    Kind.COMPUTE: Lane.COMPUTE,
+    Kind.COLLECTIVE: Lane.GRAD_SYNC,
+    Kind.COPY: Lane.COPY,
+    Kind.UPDATE: Lane.OPTIMIZER,
+}
 _ITERATIONS = 2  # a DP.sync that the first carries may hold up the second
 _NAMED = 8  # ranks in an error
 
@@ -53,7 +59,7 @@ def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = Fa
         plan = add_p2p(plan, receives_late=connections == 1)
     costs = Costs.uniform(plan.num_stages, forward_s=0.0, backward_s=0.0)
     device = Device(connections=connections, tensor_parallel=tensor_parallel)
-    DeviceRun(Steps(plan, costs), costs, PLAIN, device, _ITERATIONS).timeline()
+    DeviceRun(Steps(plan, costs, PLAIN), device, _ITERATIONS).timeline()
 
 
 class _Queue:
@@ -116,19 +122,15 @@ class DeviceRun:
 
     Args:
         steps: the steps of a plan with its transfers.
-        costs: the costs of its stages.
-        link: how it is run.
         device: the device that runs it.
         iterations: how many times.
     """
 
-    def __init__(
-        self, steps: Steps, costs: Costs, link: Link, device: Device, iterations: int
-    ) -> None:
+    def __init__(self, steps: Steps, device: Device, iterations: int) -> None:
+        costs, link = steps.costs, steps.link
         self.steps, self.costs, self.device = steps, costs, device
         self.iterations, self.flush = iterations, steps.plan.flushes
-        self.routes = link.routes
-        self.nics = link.nic_of_rank or tuple(range(len(steps.programs)))
+        self.routes, self.nics = link.routes, steps.nics
         self.clock = SimulatedClock()
         first_local = 1 + max(self.nics)  # of one more pair of links per rank: DP.sync in the node
         self.sync_nics: Sequence[int] = self.nics
@@ -143,10 +145,9 @@ class DeviceRun:
             rings_are_buffered=costs.rings_are_buffered,
         )
         self.exchanges = Exchanges(self.clock, self.network, self.nics)
-        waited_for = frozenset() if costs.sends_are_buffered else link.sends_waited_for
         # Stock Megatron waits for its sends, and has one communicator for each direction.
         self.alternates = device.connections == 1 and not link.sends_waited_for
-        items = Items(steps, device, costs.grad_sync_s, waited_for, alternates=self.alternates)
+        items = Items(steps, device, alternates=self.alternates)
         programs = list(map(items.of, steps.programs))
         self.times_true = [0] * items.num_facts
         self.begun: dict[int, _Rank] = {}  # transfers of which one side has begun, by their fact
@@ -274,9 +275,9 @@ class DeviceRun:
             if queue.computes:
                 self._wait(rank, action, iteration, held_s)
             nic = self.sync_nics[rank.number]
-            uses = self.routes.collective(rank.number)
+            uses = self.routes.of(rank.number, rank.number)
             self.network.start_collective(
-                self.network.collective(nic, seconds, self._synced, work, uses)
+                self.network.collective(nic, seconds, self._end, work, uses)
             )
         elif kind is Kind.COMPUTE and (exchange := self.steps.exchanges.get(action)):
             self.exchanges.run(rank.number, seconds, exchange, self._end, work)
@@ -290,28 +291,17 @@ class DeviceRun:
             rank.free_s = now_s
 
     def _end(self, work: _Work) -> None:
-        """Note the end of a computation, a step or a copy."""
+        """Note the end of any item but a wait or a transfer."""
         rank, item, iteration, since_s = work
-        now_s = self.clock.now_s
+        now_s, lane = self.clock.now_s, _LANES[item.kind]
         rank.busy[item.stream] = False
-        if item.kind is Kind.COPY:
-            lane = Lane.COPY
-        else:
-            lane = Lane.COMPUTE if item.kind is Kind.COMPUTE else Lane.OPTIMIZER
+        if item.kind is Kind.COLLECTIVE:
+            rank.unfinished -= 1
+        elif item.kind is not Kind.COPY:
             rank.computed += 1
             rank.free_s = now_s
         if now_s > since_s or lane is Lane.COMPUTE:  # a stage may hold no layers
             rank.spans.append(Span(lane, since_s, now_s, item.action, iteration))
-        if item.fact != NO_FACT:
-            self.times_true[item.fact] += 1
-        self._advance(rank)
-
-    def _synced(self, work: _Work) -> None:
-        rank, item, iteration, since_s = work
-        rank.busy[item.stream] = False
-        rank.unfinished -= 1
-        if (now_s := self.clock.now_s) > since_s:
-            rank.spans.append(Span(Lane.GRAD_SYNC, since_s, now_s, item.action, iteration))
         if item.fact != NO_FACT:
             self.times_true[item.fact] += 1
         self._advance(rank)
@@ -325,16 +315,15 @@ class DeviceRun:
             return
         receiver = self.ranks[self.steps.rank_of[item.fact]]
         sender = other if rank is receiver else rank
-        if item.action.op in SEND_OPS:
-            send, receive = item.action, message_from(item.action)
-        else:
-            send, receive = send_of(item.action), item.action
+        action = item.action
+        receive = message_from(action) if action.op in SEND_OPS else action
+        send = send_of(receive)
         sender.flows_since_s[stream_of(send, alternates=self.alternates)] = now_s
         receiver.flows_since_s[stream_of(receive, alternates=self.alternates)] = now_s
         message = _Message(sender, receiver, receive, send, item.fact, now_s, iteration)
         costs = self.costs
-        if self.nics[sender.number] == self.nics[receiver.number] or not costs.p2p_s:
-            local = self.nics[sender.number] == self.nics[receiver.number]
+        local = self.nics[sender.number] == self.nics[receiver.number]
+        if local or not costs.p2p_s:
             flows_s = costs.p2p_local_s if local else 0.0
             self.clock.at(now_s + costs.p2p_latency_s + flows_s, self._arrive, message)
         else:
@@ -343,7 +332,7 @@ class DeviceRun:
     def _flow(self, message: _Message) -> None:
         sender, receiver, *_ = message
         source, target = self.nics[sender.number], self.nics[receiver.number]
-        uses, work_s = self.routes.message(sender.number, receiver.number), self.costs.p2p_s
+        uses, work_s = self.routes.of(sender.number, receiver.number), self.costs.p2p_s
         flow = self.network.message(source, target, work_s, self._arrive, message, uses)
         self.network.start_flow(flow)
 

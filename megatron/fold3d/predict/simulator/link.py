@@ -1,15 +1,44 @@
 """The links of a plan that runs, and how it shares them: what waits, and what goes first."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from megatron.fold3d.plan.device_queues import MOST_OUTSTANDING
-from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.plan.ops import WAYS
-from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
 
 GradSyncOrder = Literal["fifo", "edf"]
+
+
+class Use(NamedTuple):
+    """A link between switches that a flow takes."""
+
+    link: int
+    flows: int
+    """How many flows that are equal to this one share the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The links between switches that flows use; none if no link is scarcer than a NIC.
+
+    A simulated rank represents all nodes that hold the same part of the model. These nodes send the
+    same amounts through the same switches, or through other switches with the same load. So a link
+    here represents all links with the same load.
+    """
+
+    capacities: tuple[float, ...] = ()
+    """Bandwidth of each link in one direction, relative to the NICs of a node."""
+    of_flow: Mapping[tuple[int, int], tuple[Use, ...]] = field(default_factory=dict)
+    """The links by sending and receiving pipeline rank; the same one twice is its DP.sync."""
+
+    def of(self, sender: int, receiver: int) -> tuple[Use, ...]:
+        """Return the links of a message from rank to rank, or of a rank's DP.sync."""
+        return self.of_flow.get((sender, receiver), ())
+
+
+NO_SWITCHES = Routes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +77,6 @@ class Link:
     """Whether PP.sync goes before DP.sync on a shared link; otherwise they share it fairly."""
     pause_share: float = 1.0
     """With ``preemptive``, the share of time for which PP.sync may keep DP.sync waiting."""
-    in_order: bool = False
-    """Whether messages from one rank to another go one after the other, as in one communicator.
-
-    Otherwise they share the link.
-    """
-    needed_s: Mapping[Action, float] | None = None
-    """When a message is needed, by the forward or backward that reads it.
-
-    If messages share a link, the one that is needed first goes first; no runtime does that. Without
-    this function they share the link fairly.
-    """
-    whole_messages: bool = False
-    """With ``needed_s``, whether a message that has begun is never interrupted."""
     sends_waited_for: frozenset[Op] = frozenset()
     """The computations (FORWARD, BACKWARD) after which a rank waits until the result has arrived.
 
@@ -81,8 +97,7 @@ class Link:
     """The GPUs that run the plan.
 
     With None, every stream has its own queue, every receive is posted in time, and launches cost
-    nothing. Otherwise messages of one direction go one after the other, and DP.sync goes in the
-    order of its launch; ``in_order`` and ``grad_sync_order`` are ignored.
+    nothing. Otherwise DP.sync goes in the order of its launch; ``grad_sync_order`` is ignored.
     """
 
 

@@ -36,9 +36,7 @@ def bounds_of(plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None
     return Bounds(order_s=order_s, sync_s=sync_s, norm_s=norm_s)
 
 
-def lower_bound_s(
-    plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None, *, splits: bool = True
-) -> float:
+def lower_bound_s(plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None) -> float:
     """Return a lower bound of iterations with these stages and micro-batches, in seconds.
 
     By computation: the first micro-batch reaches a rank through the stages before it; then the rank
@@ -51,12 +49,11 @@ def lower_bound_s(
         plan: a plan of the same sizes; its order does not matter.
         costs: the costs of its stages.
         nic_of_rank: as in `Link`.
-        splits: whether to include orders with weight gradients split from their backwards.
     """
     ranks, stages = plan.num_ranks, range(plan.num_stages)
     microbatches = plan.num_microbatches
     nics = tuple(nic_of_rank or range(ranks))
-    weight_s = costs.weight_s if splits and costs.weight_s else (0.0,) * plan.num_stages
+    weight_s = costs.weight_s or (0.0,) * plan.num_stages
     back_s = [costs.backward_s[stage] - weight_s[stage] for stage in stages]
 
     def hop_s(rank: int) -> float:
@@ -186,21 +183,17 @@ class _Rank:
         return min(by_stage[s] for s in self.own)
 
     @property
-    def _last_stage(self) -> int:
-        """The rank's own stage that is closest to the end."""
-        return self.own[-1]
-
-    @property
     def _way_out_s(self) -> float:
-        """The way of a micro-batch from that stage to the last one."""
-        stages = range(self._last_stage, self.num_stages - 1)
+        """The way of a micro-batch from the rank's last stage to the last one of all."""
+        stages = range(self.own[-1], self.num_stages - 1)
         return sum(self.costs.forward_s[s] + self.hop_s for s in stages)
 
     @property
     def _way_back_s(self) -> float:
         """The way of its gradient back, until that stage's gradients may be complete."""
-        stages = range(self._last_stage + 1, self.num_stages)
-        own_s = self.input_s[self._last_stage] if self._last_stage else 0.0  # cut into buckets
+        own = self.own[-1]
+        stages = range(own + 1, self.num_stages)
+        own_s = self.input_s[own] if own else 0.0  # cut into buckets
         return sum(self.input_s[s] for s in stages[:-1]) + len(stages) * self.hop_s + own_s
 
     def idles_s(self) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""A fluid model of links that flows share: max-min fair, by urgency, or PP.sync before DP.sync.
+"""A fluid model of links that flows share: max-min fair, or PP.sync before DP.sync.
 
 PP.sync may have priority always, or within a pause budget as in the preemptive communicator.
 Without a budget, messages that fill a link would starve DP.sync.
@@ -12,69 +12,63 @@ share of these links.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
+from megatron.fold3d.predict.simulator.link import Use
 from megatron.fold3d.predict.simulator.pause_budget import PauseBudget
-from megatron.fold3d.predict.simulator.routes import Use
+
+_Way = tuple[tuple[int, ...], tuple[int, ...]]
+"""Links, and how many equal flows are on each."""
 
 
+@dataclass(slots=True, eq=False)
 class Flow:
     """Work that has the same rate on each of its links; ``done(tag)`` is called at its end."""
 
-    __slots__ = (
-        *("background", "done", "ends_s", "is_collective", "links"),
-        *("rate", "remaining_s", "since_s", "tag", "weights"),
-    )
-
-    def __init__(
-        self,
-        links: tuple[int, ...],
-        work_s: float,
-        done: Callable[[Any], None],
-        tag: Any,
-        weights: tuple[int, ...] = (1, 1),
-    ) -> None:
-        self.links = links  # out of a NIC and into one, then those between switches
-        self.weights = weights  # of each link, how many equal flows are on it
-        self.remaining_s = work_s
-        self.done = done
-        self.tag = tag
-        self.is_collective = False
-        self.background = False  # takes what messages leave
-        self.rate = 0.0
-        self.since_s = 0.0
-        self.ends_s = inf  # if nothing changes on its links
+    links: tuple[int, ...]
+    """Out of a NIC and into one, then those between switches."""
+    remaining_s: float
+    done: Callable[[Any], None]
+    tag: Any
+    weights: tuple[int, ...]
+    """Of each link, how many equal flows are on it."""
+    is_collective: bool = False
+    background: bool = False
+    """Whether it takes what messages leave."""
+    rate: float = 0.0
+    since_s: float = 0.0
+    ends_s: float = inf
+    """When it ends if nothing changes on its links."""
 
 
 class Collective:
     """A collective of one NIC: a flow through both of its links, or one through each.
 
     Args:
+        ways: of each flow.
+        work_s: of each flow.
         done: called with ``tag`` when all of its flows have ended.
         tag: of whoever started it.
     """
 
     __slots__ = ("_done", "_left", "_tag")
 
-    def __init__(self, done: Callable[[Any], None], tag: Any) -> None:
+    def __init__(
+        self, ways: Iterable[_Way], work_s: float, done: Callable[[Any], None], tag: Any
+    ) -> None:
         self._done, self._tag = done, tag
-        self._left: list[Flow] = []
+        self._left = [Flow(links, work_s, self._end, None, weights) for links, weights in ways]
+        for flow in self._left:
+            flow.is_collective = True
+            flow.tag = flow
 
     @property
     def flows(self) -> tuple[Flow, ...]:
         """The flows that have not ended."""
         return tuple(self._left)
-
-    def add_flow(
-        self, links: tuple[int, ...], work_s: float, weights: tuple[int, ...] = (1, 1)
-    ) -> None:
-        """Add a flow through some of its links."""
-        flow = Flow(links, work_s, self._end, None, weights)
-        flow.is_collective = True
-        flow.tag = flow
-        self._left.append(flow)
 
     def _end(self, flow: Flow) -> None:
         self._left.remove(flow)
@@ -93,11 +87,8 @@ class Network:
             without it they share fairly.
         pause_share: the part of the time for which messages may keep collectives off a NIC; when
             it is spent, they share fairly.
-        needed_s: returns the time at which a message is needed, from its tag. Among messages that
-            share a link, the most urgent one goes alone, and is never interrupted if ``whole``.
-            Without this function they share fairly.
         rings_are_buffered: whether a collective sends and receives at rates of their own. It does
-            not if messages go by need, or if it flows through links between switches.
+            not if it flows through links between switches.
     """
 
     def __init__(
@@ -108,19 +99,16 @@ class Network:
         *,
         preemptive: bool,
         pause_share: float = 1.0,
-        needed_s: Callable[[Any], float] | None = None,
-        whole: bool = False,
         rings_are_buffered: bool = False,
     ) -> None:
         # Dicts as ordered sets: equal runs visit equal flows in equal order.
         self._clock = clock
         self._of_nics = 2 * num_nics  # links, of all
-        self._capacity = (*(1.0,) * self._of_nics, *above) if above else ()
+        self._has_switches, self._capacity = bool(above), (*(1.0,) * self._of_nics, *above)
         self._flows: list[dict[Flow, None]] = [{} for _ in range(self._of_nics + len(above))]
         self._background: list[dict[Flow, None]] = [{} for _ in range(num_nics)]
         self._preemptive = preemptive
-        self._needed_s, self._whole = needed_s, whole
-        self._apart = rings_are_buffered and needed_s is None
+        self._apart = rings_are_buffered
         self._budgets = [
             PauseBudget(clock, nic, pause_share, self._make_equal)
             for nic in range(num_nics if preemptive and pause_share < 1 else 0)
@@ -149,19 +137,13 @@ class Network:
         uses: Sequence[Use] = (),
     ) -> Collective:
         """Make a collective, which sends and receives through one NIC."""
-        made = Collective(done, tag)
         out, into = 2 * nic, 2 * nic + 1
+        ways = [self._way(out, into, uses)]
         if self._apart and not uses:
-            made.add_flow((out,), work_s, (1,))
-            made.add_flow((into,), work_s, (1,))
-        else:
-            links, weights = self._way(out, into, uses)
-            made.add_flow(links, work_s, weights)
-        return made
+            ways = [((out,), (1,)), ((into,), (1,))]
+        return Collective(ways, work_s, done, tag)
 
-    def _way(
-        self, out: int, into: int, uses: Sequence[Use]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _way(self, out: int, into: int, uses: Sequence[Use]) -> _Way:
         """Return the links out of a NIC, into one and between, and the flows on each of them."""
         above = (self._of_nics + use.link for use in uses)
         return (out, into, *above), (1, 1, *(use.flows for use in uses))
@@ -216,15 +198,16 @@ class Network:
                     touched.pop(other, None)
                     if other < self._of_nics:
                         nics[other >> 1] = None
-                for flow, rate in self._shares(links, flows):
+                free = {each: self._capacity[each] for each in links}
+                for flow, rate in _max_min(flows, free, on_link):
                     self._set_rate(flow, rate)
-        if self._capacity:
+        if self._has_switches:
             self._share_what_is_left()
         for nic in nics:
             if background := self._background[nic]:
                 both = (2 * nic, 2 * nic + 1)
                 used = {link: sum(flow.rate for flow in self._flows[link]) for link in both}
-                if not self._capacity:
+                if not self._has_switches:
                     count = {link: sum(link in flow.links for flow in background) for link in both}
                     for flow in background:
                         shares = [max(0.0, 1.0 - used[link]) / count[link] for link in flow.links]
@@ -233,15 +216,6 @@ class Network:
                     self._budgets[nic].pause(paused=max(used.values()) > 0)
             elif self._budgets:
                 self._budgets[nic].pause(paused=False)
-
-    def _shares(
-        self, links: Iterable[int], flows: dict[Flow, None]
-    ) -> Iterable[tuple[Flow, float]]:
-        if self._capacity:
-            return _weighted_max_min(flows, {link: self._capacity[link] for link in links})
-        if self._needed_s is None:
-            return _max_min(links, flows, self._flows)
-        return list(_by_need(links, flows, self._needed_s, whole=self._whole))
 
     def _share_what_is_left(self) -> None:
         """Give collectives that yield to messages the bandwidth that messages leave."""
@@ -252,7 +226,11 @@ class Network:
         for flow in dict.fromkeys(flow for flows in self._flows for flow in flows):
             for link, weight in zip(flow.links, flow.weights, strict=True):
                 free[link] = max(0.0, free[link] - weight * flow.rate)
-        for flow, rate in _weighted_max_min(yielding, dict(enumerate(free))):
+        on_link: list[list[Flow]] = [[] for _ in free]
+        for flow in yielding:
+            for link in flow.links:
+                on_link[link].append(flow)
+        for flow, rate in _max_min(yielding, dict(enumerate(free)), on_link):
             self._set_rate(flow, rate)
 
     def _make_equal(self, nic: int, equal: bool) -> None:
@@ -308,11 +286,19 @@ class Network:
 
 
 def _max_min(
-    links: Iterable[int], flows: dict[Flow, None], on_link: list[dict[Flow, None]]
+    flows: dict[Flow, None], free: dict[int, float], on_link: Sequence[Iterable[Flow]]
 ) -> Iterator[tuple[Flow, float]]:
-    """Yield max-min fair rates: first for flows of the fullest links, which get equal shares."""
-    free = dict.fromkeys(links, 1.0)
-    count = {link: len(on_link[link]) for link in links}
+    """Yield max-min fair rates: first for flows of the fullest links, which get equal shares.
+
+    Args:
+        flows: emptied as they are yielded.
+        free: the free capacity of each of their links.
+        on_link: the flows of each link.
+    """
+    count = dict.fromkeys(free, 0)
+    for flow in flows:
+        for link, weight in zip(flow.links, flow.weights, strict=True):
+            count[link] += weight
     while flows:
         shares = [(free[link] / n, link) for link, n in count.items() if n]
         rate, _ = min(shares)
@@ -322,53 +308,6 @@ def _max_min(
                     if flow in flows:
                         yield flow, rate
                         del flows[flow]
-                        for link in flow.links:
-                            free[link] = max(0.0, free[link] - rate)
-                            count[link] -= 1
-
-
-def _weighted_max_min(
-    flows: dict[Flow, None], free: dict[int, float]
-) -> Iterator[tuple[Flow, float]]:
-    """Yield max-min fair rates for links of different capacity and flows with weights.
-
-    Args:
-        flows: emptied as they are yielded.
-        free: the free capacity of each of their links.
-    """
-    count: dict[int, int] = {}
-    for flow in flows:
-        for link, weight in zip(flow.links, flow.weights, strict=True):
-            count[link] = count.get(link, 0) + weight
-    while flows:
-        rate = min(free[link] / n for link, n in count.items() if n)
-        full = {link for link, n in count.items() if n and free[link] / n == rate}
-        for flow in [flow for flow in flows if not full.isdisjoint(flow.links)]:
-            yield flow, rate
-            del flows[flow]
-            for link, weight in zip(flow.links, flow.weights, strict=True):
-                free[link] = max(0.0, free[link] - weight * rate)
-                count[link] -= weight
-
-
-def _by_need(
-    links: Iterable[int],
-    flows: Iterable[Flow],
-    needed_s: Callable[[Any], float],
-    *,
-    whole: bool,
-) -> Iterator[tuple[Flow, float]]:
-    """Yield rates: the most urgent flow takes all of its links; collectives come last."""
-
-    def place(flow: Flow) -> tuple[bool, bool, float]:
-        has_begun = whole and flow.rate > 0
-        return flow.is_collective, not has_begun, 0 if flow.is_collective else needed_s(flow.tag)
-
-    free = dict.fromkeys(links, 1.0)
-    for flow in sorted(flows, key=place):
-        rate = min(free[link] for link in flow.links)
-        if whole and rate < 1:
-            rate = 0.0
-        for link in flow.links:
-            free[link] -= rate
-        yield flow, rate
+                        for link, weight in zip(flow.links, flow.weights, strict=True):
+                            free[link] = max(0.0, free[link] - weight * rate)
+                            count[link] -= weight

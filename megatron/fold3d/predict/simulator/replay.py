@@ -18,8 +18,7 @@ from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
-from megatron.fold3d.predict.simulator.simulate import simulate
-from megatron.fold3d.predict.simulator.steady import steady_state
+from megatron.fold3d.predict.simulator.simulate import simulate, steady_state
 
 
 def observed_plan(measured: Timeline) -> Plan:
@@ -85,17 +84,19 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
         PlanError: a stage of the plan was not recorded.
     """
     stages = range(plan.num_stages)
-    compute = _durations(measured)
-    update = _updates(measured)
+    seconds = _durations(measured)
     messages = [s.duration_s for r in measured.ranks for s in r if s.lane is Lane.P2P]
     p2p_s = quantiles(messages, n=10)[0] if len(messages) > 1 else 0.0
     sync = _grad_sync(measured, p2p_s)
 
     def typical(op: Op, of_stages: Collection[int]) -> tuple[float, ...]:
-        if any((stage, op) not in compute for stage in of_stages):
-            missing = next(stage for stage in of_stages if (stage, op) not in compute)
-            raise PlanError(f"no {op} of stage {missing} in the trace; trace whole iterations")
-        return tuple(median(compute[stage, op]) if stage in of_stages else 0.0 for stage in stages)
+        for stage in of_stages:
+            if (stage, op) not in seconds:
+                raise PlanError(f"no {op} of stage {stage} in the trace; trace whole iterations")
+        return tuple(median(seconds[stage, op]) if stage in of_stages else 0.0 for stage in stages)
+
+    def if_any(op: Op) -> tuple[float, ...]:
+        return typical(op, [stage for stage in stages if (stage, op) in seconds])
 
     split = sorted(set().union(*map(split_stages, plan.programs)))
     weight_s = typical(Op.WEIGHT, split)
@@ -111,9 +112,9 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
         p2p_s=p2p_s,
         grad_sync_s=tuple(min(sync.get((stage, False), [0.0])) for stage in stages),
         param_gather_s=tuple(min(sync.get((stage, True), [0.0])) for stage in stages),
-        offload_s=_copies(measured, Op.OFFLOAD, stages),
-        reload_s=_copies(measured, Op.RELOAD, stages),
-        optimizer_s=tuple(median(update.get(stage, [0.0])) for stage in stages),
+        offload_s=if_any(Op.OFFLOAD),
+        reload_s=if_any(Op.RELOAD),
+        optimizer_s=if_any(Op.STEP),
     )
 
 
@@ -131,7 +132,7 @@ def replay(
         iterations: the number of measured iterations.
         sends_waited_for: as in `Link`, for a plan that ends its DP.sync with the iteration.
     """
-    link = Link(preemptive=False, in_order=True)
+    link = Link(preemptive=False)
     if plan.flushes:
         link = replace(link, sends_waited_for=sends_waited_for)
         return simulate(plan, costs, link, iterations=iterations)
@@ -172,13 +173,22 @@ def _overlaps(measured: Timeline) -> bool:
 
 
 def _durations(measured: Timeline) -> Mapping[tuple[int, Op], list[float]]:
-    """Return the seconds of each stage's computations, not counting interruptions."""
+    """Return the seconds of each stage's computations, copies and steps, without interruptions.
+
+    One step for all of a rank's stages is divided.
+    """
     found: dict[tuple[int, Op], dict[object, float]] = defaultdict(lambda: defaultdict(float))
-    for spans in measured.ranks:
+    num_stages = measured.num_ranks * measured.num_segments
+    for rank, spans in enumerate(measured.ranks):
+        steps = [Action(stage, Op.STEP) for stage in range(rank, num_stages, measured.num_ranks)]
         for span in spans:
-            if span.lane is Lane.COMPUTE and span.action is not None:
-                stage, op, microbatch = span.action
-                found[stage, op][microbatch, span.iteration] += span.duration_s
+            actions = [span.action] if span.action is not None else []
+            if span.lane is Lane.OPTIMIZER:
+                actions = actions or steps
+            elif span.lane not in (Lane.COMPUTE, Lane.COPY):
+                continue
+            for stage, op, microbatch in actions:
+                found[stage, op][microbatch, span.iteration] += span.duration_s / len(actions)
     durations = {key: list(seconds.values()) for key, seconds in found.items()}
     for stage, op in [*durations]:
         if op is Op.WEIGHT_PART:  # all parts are the work of all micro-batches
@@ -186,16 +196,6 @@ def _durations(measured: Timeline) -> Mapping[tuple[int, Op], list[float]]:
             count = len(durations[stage, Op.FORWARD])
             durations[stage, Op.WEIGHT] = [sum(parts) / count]
     return durations
-
-
-def _copies(measured: Timeline, op: Op, stages: range) -> tuple[float, ...]:
-    """Return the seconds of one micro-batch's copy in each stage; empty if nothing was copied."""
-    found: dict[int, list[float]] = defaultdict(list)
-    for spans in measured.ranks:
-        for span in spans:
-            if span.lane is Lane.COPY and span.action is not None and span.action.op is op:
-                found[span.action.stage].append(span.duration_s)
-    return tuple(median(found[stage]) if found[stage] else 0.0 for stage in stages)
 
 
 def _grad_sync(measured: Timeline, p2p_s: float) -> Mapping[tuple[int, bool], list[float]]:
@@ -234,16 +234,3 @@ def _own_share(spans: Sequence[Span], syncs: Sequence[Span], p2p_s: float) -> fl
         )
         messages_s += min(message.duration_s, p2p_s) * beside_s / message.duration_s
     return max(0.5, 1 - messages_s / sync_s) if sync_s else 1.0
-
-
-def _updates(measured: Timeline) -> Mapping[int, list[float]]:
-    """The optimizer's time in each iteration; one step for all of a rank's stages is divided."""
-    totals: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for rank, spans in enumerate(measured.ranks):
-        of_rank = range(rank, measured.num_ranks * measured.num_segments, measured.num_ranks)
-        for span in spans:
-            if span.lane is Lane.OPTIMIZER:
-                stages = of_rank if span.action is None else [span.action.stage]
-                for stage in stages:
-                    totals[stage][span.iteration] += span.duration_s / len(stages)
-    return {stage: list(seconds.values()) for stage, seconds in totals.items()}

@@ -3,8 +3,9 @@
 Each rank runs its program strictly in order, one computation at a time. Experts' all-to-alls are in
 computations and, between nodes, on the network too: see `Exchanges`. A message leaves at its
 SEND or, in a plan without transfers, when its computation ends. After its latency it flows through
-the NICs of both ranks; the computation that reads it waits for it. A RECV does nothing here, since
-`add_p2p` always posts receives in time.
+the NICs of both ranks, behind earlier ones from the one to the other, as in one communicator; the
+computation that reads it waits for it. A RECV does nothing here, since `add_p2p` always posts
+receives in time.
 
 Sums and all-gathers go into their rank's queue of DP.sync, which sends one at a time; what Megatron
 reads at the end of the iteration has a queue of its own. What an action waits for is in the plan:
@@ -17,7 +18,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron.fold3d.observe.messages import message_from, reader_of, send_of, source_of
+from megatron.fold3d.observe.messages import message_from, send_of, source_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
 from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, SYNC_OPS, TABLE, UPDATE_OPS, Place
@@ -31,6 +32,9 @@ from megatron.fold3d.predict.simulator.link import PLAIN, GradSyncOrder, Link
 from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
 from megatron.fold3d.predict.simulator.sync_queue import SyncQueue
+
+TOLERANCE = 1e-6  # of a steady iteration
+_FEWEST, _MOST = 3, 24  # iterations until one is steady
 
 
 @gc_paused()
@@ -52,20 +56,36 @@ def simulate(plan: Plan, costs: Costs, link: Link = PLAIN, *, iterations: int = 
         raise PlanError(
             f"found {len(nics)} NICs; the plan has {plan.num_ranks} ranks, one for each"
         )
-    if link.routes.capacities and link.needed_s is not None:
-        raise PlanError("messages go by need on NICs alone; simulate them without switches")
     device = link.device
     if device is not None and plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan, receives_late=device.connections == 1)
-    steps = Steps(
-        plan,
-        costs,
-        shard_shares=link.shard_shares,
-        pairs_overlap=link.overlap_tensor_parallel,
-    )
+    steps = Steps(plan, costs, link)
     if device is not None:
-        return DeviceRun(steps, costs, link, device, iterations).timeline()
-    return _Run(steps, costs, link, iterations).timeline()
+        return DeviceRun(steps, device, iterations).timeline()
+    return _Run(steps, iterations).timeline()
+
+
+def steady_state(plan: Plan, costs: Costs, link: Link = PLAIN) -> Timeline:
+    """Simulate until iterations take equally long, so that the last one is steady.
+
+    If ranks meet between iterations, the first one is. With work deferred into the next iteration,
+    the first ones differ. If they alternate without end, the simulation stops after `_MOST`.
+
+    Args:
+        plan: a plan with DP.sync; without it every iteration is steady.
+        costs: the costs of the plan's stages.
+        link: how the plan is run.
+    """
+    if plan.flushes:
+        return simulate(plan, costs, link)
+    iterations = _FEWEST
+    while True:
+        timeline = simulate(plan, costs, link, iterations=iterations)
+        *_, before_s, start_s, end_s = (0.0, *timeline.iteration_ends_s(0))
+        settled = abs((end_s - start_s) - (start_s - before_s)) <= TOLERANCE * (end_s - start_s)
+        if settled or iterations >= _MOST:
+            return timeline
+        iterations *= 2
 
 
 @dataclass(slots=True, eq=False)
@@ -96,41 +116,38 @@ class _Message(NamedTuple):
     fact: int
     left_s: float
     channel: "deque[_Message]"
-    """The messages that go one after the other with it; empty without an order."""
+    """The messages from its sender to its receiver, which go one after the other."""
 
 
 class _Run:
     """All ranks, the network that they share, and the facts that have come true."""
 
-    def __init__(self, steps: Steps, costs: Costs, link: Link, iterations: int) -> None:
-        self.steps, self.costs, self.link = steps, costs, link
-        self.iterations = iterations
-        self.nics = link.nic_of_rank or tuple(range(len(steps.programs)))
-        self.sends_waited_for = frozenset() if costs.sends_are_buffered else link.sends_waited_for
+    def __init__(self, steps: Steps, iterations: int) -> None:
+        self.steps, self.iterations = steps, iterations
+        costs, link, nics = steps.costs, steps.link, steps.nics
+        self.costs, self.link, self.nics = costs, link, nics
         self.channels: defaultdict[tuple[int, int, Op], deque[_Message]] = defaultdict(deque)
         self.clock = SimulatedClock()
         # Behind the NICs, one more pair of links per rank: for DP.sync that stays in the node.
-        local_nics = range(1 + max(self.nics), 1 + max(self.nics) + len(self.nics))
+        local_nics = range(1 + max(nics), 1 + max(nics) + len(nics))
         self.network = Network(
             self.clock,
             local_nics.stop,
             link.routes.capacities,
             preemptive=link.preemptive,
             pause_share=link.pause_share,
-            needed_s=None if link.needed_s is None else self._needed_s,
-            whole=link.whole_messages,
             rings_are_buffered=costs.rings_are_buffered,
         )
         self.exchanges = Exchanges(self.clock, self.network, self.nics)
         self.flushes = steps.plan.flushes
         self.times_true = [0] * len(steps.named)
         self.at_flush: list[_Rank] = []
-        sync_nics = local_nics if costs.grad_sync_local else self.nics
-        self.ranks = list(map(self._rank, range(len(self.nics)), steps.programs, sync_nics))
+        sync_nics = local_nics if costs.grad_sync_local else nics
+        self.ranks = list(map(self._rank, range(len(nics)), steps.programs, sync_nics))
 
     def _rank(self, number: int, program: list[Step], nic: int) -> _Rank:
         spans: list[Span] = []
-        uses = self.link.routes.collective(number)
+        uses = self.link.routes.of(number, number)
         write, done = spans.append, self.come_true
         orders: dict[Place, GradSyncOrder] = {
             Place.DP_SYNC: self.link.grad_sync_order,
@@ -175,7 +192,12 @@ class _Run:
                     rank.awaits = needed  # copies wait on their streams
                     return
             if op in COMPUTE_OPS or (seconds and op in UPDATE_OPS):
-                self._occupy(rank, seconds)
+                rank.since_s = self.clock.now_s
+                exchange = self.steps.exchanges.get(step.action)
+                if exchange is None:
+                    self.clock.at(rank.since_s + seconds, self._finish, rank)
+                else:
+                    self.exchanges.run(rank.number, seconds, exchange, self._finish, rank)
                 return
             if op in SYNC_OPS:
                 rank.queues[TABLE[op].place].enqueue_sync(step, iteration)
@@ -219,14 +241,6 @@ class _Run:
         for waiting in ranks:
             self.advance(waiting)
 
-    def _occupy(self, rank: _Rank, seconds: float) -> None:
-        rank.since_s = self.clock.now_s
-        exchange = self.steps.exchanges.get(rank.program[rank.position].action)
-        if exchange is None:
-            self.clock.at(rank.since_s + seconds, self._finish, rank)
-        else:
-            self.exchanges.run(rank.number, seconds, exchange, self._finish, rank)
-
     def _finish(self, rank: _Rank) -> None:
         step = rank.program[rank.position]
         if step.action.op in COMPUTE_OPS:
@@ -249,7 +263,7 @@ class _Run:
         action = message_from(step.action)
         channel = self.channels[sender.number, receiver.number, action.op]
         message = _Message(sender, receiver, action, step.fact, leaves_s, channel)
-        if self.sends_waited_for and source_of(action).op in self.sends_waited_for:
+        if (waited_for := self.steps.sends_waited_for) and source_of(action).op in waited_for:
             sender.awaits_arrival = message
         local = self.nics[sender.number] == self.nics[receiver.number]
         if local or not costs.p2p_s:
@@ -262,22 +276,17 @@ class _Run:
 
     def _flow(self, message: _Message) -> None:
         """Start a message once the earlier ones of its channel have arrived."""
-        if self.link.in_order:
-            message.channel.append(message)
-            if len(message.channel) > 1:
-                return
-        self._put_on_network(message)
+        message.channel.append(message)
+        if len(message.channel) == 1:
+            self._put_on_network(message)
 
     def _put_on_network(self, message: _Message) -> None:
         source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
         work_s = self.costs.p2p_s
-        uses = self.link.routes.message(message.sender.number, message.receiver.number)
+        uses = self.link.routes.of(message.sender.number, message.receiver.number)
         self.network.start_flow(
             self.network.message(source, target, work_s, self._arrive, message, uses)
         )
-
-    def _needed_s(self, message: _Message) -> float:
-        return (self.link.needed_s or {}).get(reader_of(message.action), 0.0)
 
     def _arrive(self, message: _Message) -> None:
         sender, receiver, action, fact, left_s, channel = message

@@ -4,7 +4,7 @@ A *fact* is that an action on a link is over, or that the input of a computation
 named by that action. It has a number, and it comes true once per iteration.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.waits import Waits
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.exchanges import Exchange
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.pair_times import in_turns_s
 
 NO_FACT = -1
@@ -66,16 +67,19 @@ class _OfPair(NamedTuple):
 
 
 class Steps:
-    """The programs of a plan as steps.
+    """The programs of a plan as steps, and how they run.
 
     Args:
         plan: the plan to simulate.
         costs: the costs of its stages.
-        shard_shares: as in `Link`.
-        pairs_overlap: whether neighbours run in pairs.
+        link: how the plan is run.
 
     Attributes:
         plan: the plan.
+        costs: the costs of its stages.
+        link: how the plan is run.
+        nics: the NIC of each rank.
+        sends_waited_for: as in `Link`; nothing if messages are buffered.
         facts: the number of each fact.
         named: what each fact is about, by its number, as a plain tuple.
         rank_of: the rank that may wait for each fact.
@@ -83,21 +87,12 @@ class Steps:
         programs: one list of steps per rank.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        costs: Costs,
-        *,
-        shard_shares: Sequence[tuple[float, float]] = (),
-        pairs_overlap: bool = False,
-    ) -> None:
-        self.plan = plan
-        self._costs, self._shard_shares = costs, shard_shares
+    def __init__(self, plan: Plan, costs: Costs, link: Link) -> None:
+        self.plan, self.costs, self.link = plan, costs, link
+        self.nics = link.nic_of_rank or tuple(range(plan.num_ranks))
+        self.sends_waited_for = frozenset() if costs.sends_are_buffered else link.sends_waited_for
         # By op: the computation whose result leaves there, and the step to who reads it.
         self._senders = _ON_END if not plan.has_p2p else _AT_SEND
-        self._recomputed = frozenset().union(*map(recomputed, plan.programs))
-        paired = chain.from_iterable(map(chains, plan.programs)) if pairs_overlap else ()
-        self._paired = dict(chain.from_iterable(map(self._in_turns, paired)))
         self._seconds: dict[Op, tuple[float, ...]] = {
             op: getattr(costs, row.cost) for op, row in TABLE.items() if row.cost
         } | {
@@ -106,6 +101,16 @@ class Steps:
                 WEIGHT_OPS, tuple(weight_s + costs.split_s for weight_s in costs.weight_s)
             ),
         }
+        self._recomputed = frozenset().union(*map(recomputed, plan.programs))
+        overlaps = link.overlap_tensor_parallel
+        paired = chain.from_iterable(map(chains, plan.programs)) if overlaps else ()
+        self._paired = dict(chain.from_iterable(map(self._in_turns, paired)))
+        # Of actions that take another time than all of their op and stage.
+        backward_s, early = self._seconds[Op.BACKWARD], self._recomputed
+        self._own_s = {
+            Action(stage, Op.BACKWARD, number): backward_s[stage] - costs.recompute_s[stage]
+            for stage, number in (early if costs.recompute_s else ())
+        } | {action: of_pair.seconds for action, of_pair in self._paired.items()}
         between_nodes = costs.ep_sync_on_nic and costs.ep_sync_s
         self.exchanges = dict(self._exchanges()) if between_nodes else {}
         self.facts: dict[Name, int] = {}
@@ -116,22 +121,22 @@ class Steps:
 
     def _steps(self, program: Program) -> Iterator[Step]:
         kept = frozenset(stage for stage, op, _ in program if op is Op.REDUCE_KEPT)
-        if kept and not any(self._costs.reduced_in_iteration_s):  # then it does nothing
+        if kept and not any(self.costs.reduced_in_iteration_s):  # then it does nothing
             program = tuple(action for action in program if action.op is not Op.REDUCE_KEPT)
             kept = frozenset()
         waits, late = Waits(program), carried(program)
-        parts, stages = self._parts_s(program, kept), self.plan.num_stages
-        facts = self.facts
+        self._own_s.update(self._parts_s(program, kept))
+        own_s, stages = self._own_s, self.plan.num_stages
+        facts, senders = self.facts, self._senders
         number = facts.setdefault
-        senders, alike = self._senders, not (self._paired or self._recomputed)
         for index, action in enumerate(program):
             stage, op, microbatch = action
             needs: tuple[tuple[int, int], ...] = ()
-            reads = op in _INPUTS and 0 <= stage + _INPUTS[op] < stages
-            if reads and op not in waits.rules:
-                needs = ((number(action, len(facts)), 0),)
-            elif reads or op in waits.rules:
-                needs = tuple(self._needs(action, index, waits, reads=reads))
+            if op in waits.rules:
+                awaited = waits.at(index, action)
+                needs = tuple((number(needed, len(facts)), ago) for needed, ago in awaited)
+            if op in _INPUTS and 0 <= stage + _INPUTS[op] < stages:
+                needs += ((number(action, len(facts)), 0),)
             fact = NO_FACT
             if (sent := senders.get(op)) is not None:
                 computation, step = sent
@@ -141,24 +146,10 @@ class Steps:
                 fact = number(action, len(facts))
             end = late.get(stage, -1)
             first = int(index == end or (index < end and op in SUM_OPS))
-            if action in parts:
-                seconds = parts[action]
-            elif alike:
-                by_stage = self._seconds.get(op)
-                seconds = by_stage[stage] if by_stage else 0.0
-            else:
-                seconds = self._seconds_of(action)
+            seconds = own_s.get(action)
+            if seconds is None:
+                seconds = self._whole_s(stage, op)
             yield Step(action, seconds, needs, fact, first)
-
-    def _needs(
-        self, action: Action, index: int, waits: Waits, *, reads: bool
-    ) -> Iterator[tuple[int, int]]:
-        """Yield what an action waits for."""
-        facts = self.facts
-        for needed, ago in waits.at(index, action):
-            yield facts.setdefault(needed, len(facts)), ago
-        if reads:
-            yield facts.setdefault(action, len(facts)), 0
 
     def _in_turns(self, together: Program) -> Iterator[tuple[Action, "_OfPair"]]:
         """Yield the computations of a chain, in pairs; an odd one is alone at the end."""
@@ -166,7 +157,7 @@ class Steps:
         for first, second in zip(computed[::2], computed[1::2], strict=False):
             stage, op, microbatch = first
             times_s = in_turns_s(
-                self._costs,
+                self.costs,
                 stage,
                 op,
                 early=(stage, microbatch) in self._recomputed,
@@ -179,13 +170,14 @@ class Steps:
 
     def _exchanges(self) -> Iterator[tuple[Action, Exchange]]:
         """Yield the computations that send to experts; of a pair, each sends its part."""
-        costs = self._costs
+        costs = self.costs
         for action in chain.from_iterable(self.plan.programs):
             stage, op, microbatch = action
             if op not in PAIRED_OPS or not costs.ep_sync_s[stage]:
                 continue
             passes = costs.passes(stage, op, early=(stage, microbatch) in self._recomputed)
-            seconds, paired = self._seconds_of(action), self._paired.get(action)
+            paired = self._paired.get(action)
+            seconds = self._own_s.get(action, self._whole_s(stage, op))
             part = passes if paired is None else 2 * passes * paired.share
             number = round(part * (costs.collectives[stage] if costs.collectives else 1))
             if seconds:
@@ -194,27 +186,21 @@ class Steps:
                 beside = paired is not None and not paired.is_exposed
                 yield action, Exchange(share, number, beside)
 
-    def _seconds_of(self, action: Action) -> float:
-        stage, op, microbatch = action
-        if action in self._paired:
-            return self._paired[action].seconds
-        by_stage = self._seconds.get(op, ())
-        seconds = by_stage[stage] if by_stage else 0.0
-        if op is Op.BACKWARD and (stage, microbatch) in self._recomputed:
-            seconds -= self._costs.recompute_s[stage] if self._costs.recompute_s else 0.0
-        return seconds
+    def _whole_s(self, stage: int, op: Op) -> float:
+        by_stage = self._seconds.get(op)
+        return by_stage[stage] if by_stage else 0.0
 
     def _parts_s(self, program: Program, kept: Container[int]) -> dict[Action, float]:
         """Return the seconds of each part of a stage's DP.sync, or of its weight gradients."""
-        in_parts = stages_in_parts(program) if self._shard_shares else ()
+        in_parts = stages_in_parts(program) if self.link.shard_shares else ()
         seconds: dict[Action, float] = {}
         for action, begin in part_begins(program).items():
             stage, op, _ = action
-            whole_s = self._seconds_of(action)
+            whole_s = self._whole_s(stage, op)
             if op not in SUM_OPS:
                 whole_s *= self.plan.num_microbatches
             elif stage in kept:
-                whole_s -= self._seconds_of(Action(stage, Op.REDUCE_KEPT))
+                whole_s -= self._whole_s(stage, Op.REDUCE_KEPT)
             shares = begin / WHOLE, action.end / WHOLE
             if op is Op.REDUCE_SCATTER and stage in in_parts:
                 shares = self._started(shares[0]), self._started(shares[1])
@@ -223,7 +209,8 @@ class Steps:
 
     def _started(self, work: float) -> float:
         """Return which share of a reduction to shards has started after a share of the work."""
-        return max((share for done, share in self._shard_shares if done <= work), default=0.0)
+        shares = self.link.shard_shares
+        return max((share for done, share in shares if done <= work), default=0.0)
 
 
 def _backward_s(plan: Plan, costs: Costs) -> tuple[float, ...]:

@@ -7,9 +7,8 @@ from typing import NamedTuple
 from megatron.fold3d.observe.timeline import Lane, Span
 from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
-from megatron.fold3d.predict.simulator.link import GradSyncOrder
+from megatron.fold3d.predict.simulator.link import GradSyncOrder, Use
 from megatron.fold3d.predict.simulator.network import Collective, Network
-from megatron.fold3d.predict.simulator.routes import Use
 from megatron.fold3d.predict.simulator.steps import Step
 
 
