@@ -1,20 +1,13 @@
 """A model of which every stage recomputes its own number of layers: what fits, costs and bytes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.fold3d.observe.memory_curve import Footprint
-from megatron.fold3d.plan.ir import Plan, Program
+from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.memory import peak_recomputed
 from megatron.fold3d.plan.ops import WEIGHT_OPS
-from megatron.fold3d.plan.passes.recompute import recomputed
-from megatron.fold3d.policy.recompute_choice import (
-    LayerBytes,
-    StageBytes,
-    fewest_counts,
-    kept_layers,
-    most_live,
-)
+from megatron.fold3d.policy.recompute_choice import StageBytes, fewest_counts
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Setup, layer_bytes
@@ -44,64 +37,30 @@ def fewest_recomputed(
     """
     layers = [len(of_stage) for of_stage in shape.stage_layers(split or plan.num_stages)]
     counts = list(layers)
-    early = any(map(recomputed, plan.programs))
+    extra = layer_bytes(shape, setup, "none") - layer_bytes(shape, setup, "full")
+    is_split = plan.has(*WEIGHT_OPS)
+    early = peak_recomputed(plan)
     for rank, program in enumerate(plan.programs):
-        stages = range(rank, plan.num_stages, plan.num_ranks)
-        choose = _with_early if early and not plan.has(*WEIGHT_OPS) else _in_backwards
-        each = {stage: layers[stage] for stage in stages}
+        stages = {
+            s: StageBytes(layers=layers[s], recomputed=footprint.saved_bytes[s], kept=extra)
+            for s in range(rank, plan.num_stages, plan.num_ranks)
+        }
+        beside = footprint.static_bytes[rank] + max(footprint.working_bytes[s] for s in stages)
+        if is_split:  # what is recomputed early counts as if no layer was kept
+            program = tuple(action for action in program if action.op is not Op.RECOMPUTE)
+            if footprint.recomputed_bytes:
+                beside += early[rank] * max(footprint.recomputed_bytes[s] for s in stages)
         try:
-            found = choose(program, each, shape, setup, footprint, rank, usable_bytes)
+            found = fewest_counts(
+                *(program, stages, usable_bytes),
+                beside=beside,
+                in_backwards=any(early) and not is_split,
+            )
         except ValueError as error:
             raise ValueError(f"rank {rank}: {error}") from None
-        for stage in stages:
-            counts[stage] = found[stage]
+        for stage, count in found.recomputed.items():
+            counts[stage] = count
     return tuple(counts)
-
-
-def _in_backwards(
-    program: Program,
-    layers: Mapping[int, int],
-    shape: ModelShape,
-    setup: Setup,
-    footprint: Footprint,
-    rank: int,
-    usable_bytes: float,
-) -> Mapping[int, int]:
-    """Return the fewest for a rank, each of which is recomputed in its backward."""
-    each = layer_bytes(shape, setup, "full")
-    (early,) = peak_recomputed(Plan((program,)))
-    recomputed = footprint.recomputed_bytes or (0.0,) * len(footprint.saved_bytes)
-    sizes = LayerBytes(
-        static=footprint.static_bytes[rank],
-        working=max(footprint.working_bytes[stage] for stage in layers)
-        + early * max(recomputed[stage] for stage in layers),
-        kept=layer_bytes(shape, setup, "none"),
-        recomputed=each,
-        limit=usable_bytes,
-        beside={stage: footprint.saved_bytes[stage] - n * each for stage, n in layers.items()},
-    )
-    kept = kept_layers(most_live(program), layers, sizes)
-    return {stage: n - kept[stage] for stage, n in layers.items()}
-
-
-def _with_early(
-    program: Program,
-    layers: Mapping[int, int],
-    shape: ModelShape,
-    setup: Setup,
-    footprint: Footprint,
-    rank: int,
-    usable_bytes: float,
-) -> Mapping[int, int]:
-    """Return the fewest for a rank, some of which are there again from an `R` until a backward."""
-    extra = layer_bytes(shape, setup, "none") - layer_bytes(shape, setup, "full")
-    working = max(footprint.working_bytes[stage] for stage in layers)
-    stages = {
-        stage: StageBytes(layers=n, recomputed=footprint.saved_bytes[stage], kept=extra)
-        for stage, n in layers.items()
-    }
-    limit = usable_bytes - footprint.static_bytes[rank] - working
-    return fewest_counts(program, stages, limit).recomputed
 
 
 def estimate_with_counts(
