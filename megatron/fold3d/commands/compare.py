@@ -14,7 +14,7 @@ from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, complain, write
 from megatron.fold3d.observe.breakdown import Breakdown, seconds_of, shown_columns
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.observe.report.draw import Pipeline, draw_together
+from megatron.fold3d.observe.report.draw import Pipeline, draw
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.report.plot import Panel, plot
 from megatron.fold3d.observe.runs import (
@@ -283,7 +283,7 @@ def timelines_svg(runs: Sequence[Run], compared: Comparison | None) -> str:
     starts_s = [_steady_from_s(timeline) for timeline in timelines]
     rows = [run.row.iteration for run in runs if run.row]
     shown_s = _A_LITTLE_MORE * max(row.total_s for row in rows)
-    return draw_together(
+    return draw(
         [
             Pipeline(run.name, _caption(row), timeline.between(start_s, start_s + shown_s))
             for run, row, timeline, start_s in zip(runs, rows, timelines, starts_s, strict=True)
