@@ -9,13 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from megatron.fold3d.observe.fields import (
-    check_names,
-    check_numbers,
-    is_number,
-    parse_json,
-    read_text,
-)
+from megatron.fold3d.observe.fields import check_fields, is_number, parse_json, read_text
 from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.observe.trace_words import from_version_1
 from megatron.fold3d.plan.ir import gc_paused
@@ -79,7 +73,7 @@ class IterationTrace:
 
     def check(self) -> None:
         """Check that every number in it is valid; see `RankTrace.check`."""
-        check_numbers(self, may_be_zero=("iteration", "start_s", "end_s", "host_memory_bytes"))
+        check_fields(self, may_be_zero=("iteration", "start_s", "end_s", "host_memory_bytes"))
         others = (self.gpu_memory_bytes or 0, *self.counts.values())
         if wrong := [number for number in others if not is_number(number)]:
             raise ValueError(f"found {wrong[0]!r} in iteration {self.iteration}; it is a number")
@@ -164,8 +158,7 @@ class RankTrace:
         Raises:
             ValueError: a value is not a number, or out of its range.
         """
-        check_names(self)
-        check_numbers(self, may_be_zero=_MAY_BE_ZERO)
+        check_fields(self, may_be_zero=_MAY_BE_ZERO)
         if self.pp_rank >= self.num_ranks:
             raise ValueError(f"found pp_rank={self.pp_rank} of num_ranks={self.num_ranks}")
         if self.num_segments > _MOST_SEGMENTS:
@@ -229,7 +222,8 @@ def pipeline(ranks: Sequence[RankTrace], number: int = 0) -> tuple[RankTrace, ..
     """
     # Look for one position more than there are ranks, not for as many as a file may claim.
     positions = range(min(ranks[0].num_ranks, len(ranks) + 1))
-    at = [_at(ranks, position) for position in positions]
+    by_rank = sorted(ranks, key=lambda rank: rank.rank)
+    at = [[rank for rank in by_rank if rank.pp_rank == position] for position in positions]
     counts = [len(found) for found in at]
     if 0 < max(counts) == min(counts) <= number:
         raise ValueError(f"found no pipeline {number}; the last one is {max(counts) - 1}")
@@ -239,7 +233,3 @@ def pipeline(ranks: Sequence[RankTrace], number: int = 0) -> tuple[RankTrace, ..
             f"{counts.index(min(counts))}; collect the files of all nodes in one folder"
         )
     return tuple(found[number] for found in at)
-
-
-def _at(ranks: Sequence[RankTrace], position: int) -> list[RankTrace]:
-    return sorted((r for r in ranks if r.pp_rank == position), key=lambda rank: rank.rank)

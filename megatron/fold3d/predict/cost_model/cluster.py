@@ -6,13 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron.fold3d.observe.fields import (
-    check_names,
-    check_numbers,
-    from_file,
-    is_file_name,
-    is_number,
-)
+from megatron.fold3d.observe.fields import check_fields, from_file, is_file_name, is_number
 from megatron.fold3d.policy.grad_sync_cuts import RING_BUFFER_BYTES
 
 GIGA = 1e9
@@ -66,7 +60,7 @@ class Cluster:
     """Otherwise Megatron demands one hardware queue for tensor parallelism."""
 
     def __post_init__(self) -> None:
-        check_numbers(
+        check_fields(
             self,
             may_be_zero=(
                 *("nic_latency_s", "send_buffer_bytes", "ring_buffer_bytes"),
@@ -74,7 +68,6 @@ class Cluster:
                 "memory_bytes_per_s",
             ),
         )
-        check_names(self)
         if self.num_gpus > _MOST_GPUS:
             raise ValueError(f"found {self.num_gpus} GPUs; give {_MOST_GPUS} at most")
         for name in ("compute_efficiency", "nic_efficiency"):

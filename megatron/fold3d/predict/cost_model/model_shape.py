@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron.fold3d.observe.fields import check_names, check_numbers, from_file, is_file_name
+from megatron.fold3d.observe.fields import check_fields, from_file, is_file_name
 
 Family = Literal["gpt", "bert", "encoder-decoder"]
 Split = int | Sequence[int]
@@ -121,8 +121,7 @@ class ModelShape:
     """Of its values."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, may_be_zero=_MAY_BE_ZERO)
-        check_names(self)
+        check_fields(self, may_be_zero=_MAY_BE_ZERO)
         for name in ("untied", "swiglu", "rms_norm", "biases", "qkv_bias", "qk_norm"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"found {name}={value!r}; it is true or false")
