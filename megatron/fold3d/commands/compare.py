@@ -233,7 +233,7 @@ def _speed(run: Run) -> dict[str, float | None]:
     samples = [row.batch_size for row in rows if row.batch_size is not None]
     tflops = [row.tflops for row in rows if row.tflops is not None]
     whole = len(samples) == len(rows) and rows
-    traced = run.row or Breakdown(iteration=Exposure())
+    traced = run.row or Breakdown(of_rank=(Exposure(),))
     model = fmean(tflops) if tflops else None
     hardware = traced.flops and traced.flops.hardware / 1e12
     if traced.flops is not None and model is not None:  # as much more as in the trace

@@ -18,7 +18,6 @@ from megatron.fold3d.observe.breakdown import (
     seconds_of,
     shown_columns,
 )
-from megatron.fold3d.observe.exposure import mean
 from megatron.fold3d.observe.report.chrome import to_chrome
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.timeline import Timeline
@@ -88,8 +87,7 @@ def run(args: Namespace) -> int:
     except PlanError as error:  # an order that was cut off, or one with steps the plan lacks
         complain(f"not simulated: {error}")
     else:
-        of_rank = exposure_of_ranks(simulated)
-        row = Breakdown(iteration=mean(of_rank), of_rank=of_rank)
+        row = Breakdown(of_rank=exposure_of_ranks(simulated))
         views.append(View(name="simulated", timeline=simulated, row=row))
     html = args.html or args.folder / "timeline.html"
     chrome = args.chrome or args.folder / "perfetto.json"

@@ -42,7 +42,6 @@ class Breakdown:
     """One row: seconds of an iteration as means over ranks, and other known quantities.
 
     Attributes:
-        iteration: seconds, the mean over all ranks.
         of_rank: each rank's own seconds.
         device_bytes: the most that any GPU held; None where there is none.
         host_bytes: the most that any process held.
@@ -57,8 +56,7 @@ class Breakdown:
             iteration's forward; None where nothing is deferred.
     """
 
-    iteration: Exposure
-    of_rank: tuple[Exposure, ...] = ()
+    of_rank: tuple[Exposure, ...]
     device_bytes: float | None = None
     host_bytes: float | None = None
     flops: Flops | None = None
@@ -67,6 +65,11 @@ class Breakdown:
     deferred_share: float | None = None
     tp_sync_s: float | None = None
     ep_sync_s: float | None = None
+
+    @property
+    def iteration(self) -> Exposure:
+        """Seconds, the mean over all ranks."""
+        return mean(self.of_rank)
 
 
 def measured(ranks: Sequence[RankTrace], timeline: Timeline, model_flops: float = 0.0) -> Breakdown:
@@ -84,14 +87,12 @@ def measured(ranks: Sequence[RankTrace], timeline: Timeline, model_flops: float 
         return [iteration.counts[name] for iteration in iterations if name in iteration.counts]
 
     shares, of_rank = counted("deferred_grad_sync_share"), exposure_of_ranks(timeline)
-    row = mean(of_rank)
     # Tensor-parallel ranks of a replica share one micro-batch.
     replicas = 1 + max(rank.dp_rank for rank in ranks)
-    per_gpu_s = ranks[0].num_microbatches * replicas / len(ranks) / row.total_s
+    per_gpu_s = ranks[0].num_microbatches * replicas / len(ranks) / mean(of_rank).total_s
     model = model_flops or (ranks[0].microbatch_flops if device else 0.0)
     flops = Flops(model, model + ranks[0].recomputed_flops).times(per_gpu_s)
     return Breakdown(
-        iteration=row,
         of_rank=of_rank,
         device_bytes=max(device, default=None),
         host_bytes=max(iteration.host_memory_bytes for iteration in iterations),

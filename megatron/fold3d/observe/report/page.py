@@ -178,11 +178,10 @@ def _time_section(views: Sequence[View]) -> Iterator[str]:
         ),
     )
     for view in views:
-        if view.row.of_rank:
-            yield f"<details><summary>{escape(_capital(view.name))}, each rank</summary>"
-            ranks = enumerate(view.row.of_rank)
-            yield _table(titles, *([f"rank {rank}", *_cells(row, shown)] for rank, row in ranks))
-            yield "</details>"
+        yield f"<details><summary>{escape(_capital(view.name))}, each rank</summary>"
+        ranks = enumerate(view.row.of_rank)
+        yield _table(titles, *([f"rank {rank}", *_cells(row, shown)] for rank, row in ranks))
+        yield "</details>"
     yield "</section>"
 
 
