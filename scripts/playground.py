@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.fold3d.observe.report.playground import Settings, playground
+from megatron.fold3d.observe.report.playground import playground
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
@@ -72,7 +72,7 @@ def page() -> str:
             num_microbatches=16,
         ),
     }
-    return playground(Settings(presets=presets))
+    return playground(presets=presets)
 
 
 def main() -> None:

@@ -30,6 +30,17 @@ _COMMANDS = {
 _FILES = {"import": "import_config"}  # a keyword of Python cannot be a module's name
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors name the options that unknown ones of its ``words`` are nearly, or begin."""
+
+    words: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        known = self._option_string_actions
+        unknown = [w for w in self.words if w.startswith("--") and w.partition("=")[0] not in known]
+        super().error(message + suggestion(unknown, known))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; returns the exit code.
 
@@ -37,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: from argparse, for ``--help`` (0) and for unknown options (2).
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="fold3d",
         description="Pipeline schedules as plans: write, check, time, choose them.",
         epilog="exit code: 0 yes, 1 no (a plan that cannot run, say), 2 a mistake in the words",
@@ -55,11 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, summary in _COMMANDS.items():
             if [name] == words[:1]:
                 asked = _add_command(commands, name, summary)
-                _suggest(asked, words)
             else:
                 commands.add_parser(name, help=summary)
-        if asked is parser:  # no command: an option that is nearly --help or --version
-            _suggest(parser, words)
+        asked.words = words
         behind: list[str] = []
         if asked.get_default("words") is not None and "--" in words:
             at = words.index("--")
@@ -87,22 +96,10 @@ def _version() -> str:
         return f"not installed, imported from {__file__}"
 
 
-def _suggest(command: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Let a command's errors name the options that unknown ones are nearly, or begin."""
-    complain = command.error
-    known = command._option_string_actions
-    unknown = [w for w in words if w.startswith("--") and w.partition("=")[0] not in known]
-
-    def error(message: str) -> NoReturn:
-        complain(message + suggestion(unknown, known))
-
-    command.error = error  # type: ignore[method-assign]
-
-
-def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
+def _add_command(commands: Any, name: str, summary: str) -> _Parser:
     """Load the module of a sub-command; returns the parser of its options."""
     module = import_module(f"megatron.fold3d.commands.{_FILES.get(name, name)}")
-    command: argparse.ArgumentParser = commands.add_parser(
+    command: _Parser = commands.add_parser(
         name,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",

@@ -15,8 +15,8 @@ from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.ir import stages_of
 from megatron.fold3d.plan.schedule_word import Segments
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.replicated_segments import units
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
+from megatron.fold3d.predict.search.neighbours import units
 from megatron.fold3d.predict.simulator.lower_bound import Bounds, bounds_of
 from scripts.bench.predict import Job
 from scripts.bench.summary import Run

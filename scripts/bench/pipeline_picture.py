@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.fold3d.observe.breakdown import exposure_of_ranks
 from megatron.fold3d.observe.exposure import Exposure, mean
-from megatron.fold3d.observe.report.draw import Pipeline, draw_together
+from megatron.fold3d.observe.report.draw import Pipeline, draw
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.link import sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
@@ -35,7 +35,7 @@ def picture(cell: Cell) -> str:
     }
     rows = {name: mean(exposure_of_ranks(timeline)) for name, timeline in runs.items()}
     until_s = _A_LITTLE_MORE * max(row.total_s for row in rows.values())
-    return draw_together(
+    return draw(
         [Pipeline(name, _caption(rows[name]), timeline) for name, timeline in runs.items()],
         title="Ranks that wait for transfers: both pipelines on one time axis, simulated",
         until_s=until_s,

@@ -10,7 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 
-from megatron.fold3d.observe.report.plot import Panel, plot
+from megatron.fold3d.commands.pictures import plot_losses
+from scripts.paper.draw import can_draw
 
 FILE = Path(__file__).with_name("curves.json")
 TARGET = 2.9
@@ -44,13 +45,13 @@ def stored() -> dict[str, Curve]:
 
 
 def picture(curves: Mapping[str, Curve]) -> str:
-    """Return the SVG of the losses, over iterations and over time."""
+    """Return the SVG of the losses, over iterations and over time; empty without matplotlib."""
+    if not can_draw():
+        return ""
     over_time = {name: curve.points() for name, curve in curves.items()}
     over_steps = {
-        name: [(float(n), loss) for n, (_, loss) in enumerate(points, _SMOOTHED)]
+        name: [(n, loss) for n, (_, loss) in enumerate(points, _SMOOTHED)]
         for name, points in over_time.items()
     }
-    return plot(
-        "Loss of a small GPT on real text, measured",
-        [Panel("iteration", "loss", over_steps), Panel("seconds", "loss", over_time)],
-    )
+    title = "Loss of a small GPT on real text, measured"
+    return plot_losses(title, {"iteration": over_steps, "seconds": over_time})

@@ -147,7 +147,7 @@ def _measured(task: Task, folder: Path) -> Iteration | None:
     if not run.times_s:
         return None
     spread = Spread.of([seconds * 1e3 for seconds in run.times_s])
-    row = run.row or Breakdown(iteration=Exposure(forward_s=1.0))
+    row = run.row or Breakdown(of_rank=(Exposure(forward_s=1.0),))
     traced = row.iteration
     longer = spread.median_ms / 1e3 / traced.total_s  # the log has more iterations than the trace
     parts = {part: seconds * longer for part, seconds in asdict(traced).items()}

@@ -1,9 +1,11 @@
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from megatron.fold3d.commands.pictures import NO_PICTURE
 from tests.commands.traces import write_traces
 
 ARGUMENTS = """
@@ -18,6 +20,8 @@ LINE = (
     "learning rate: 1.000000E-04 | global batch size:    16 | lm loss: {loss:.6E} | "
     "loss scale: 1.0 | grad norm: 2.217 | number of skipped iterations:   0 |\n"
 )
+# The path of each line.
+LOSSES = re.compile(r'<g id="[A-Z]+ \w+ over [\w ]+">\s*<path d="([^"]*)"')
 
 
 def log(ms: float, iterations: range = range(1, 21), worse: float = 0.0) -> str:
@@ -116,15 +120,29 @@ def test_a_restarted_iteration_counts_as_it_went_the_last_time(fold3d, runs):
     assert result["runs"][1]["iterations"] == 20
 
 
+@pytest.mark.processes  # matplotlib lists the system's fonts once
 def test_the_plot_shows_both_runs_over_iterations_and_over_time(fold3d, runs, tmp_path: Path):
-    svg = tmp_path / "losses.svg"
-    fold3d("compare {} {} --svg {}".format(*runs, svg))
+    svg, again = tmp_path / "losses.svg", tmp_path / "again.svg"
+    for file in (svg, again):
+        assert fold3d("compare {} {} --svg {}".format(*runs, file))[0] == 0
     text = svg.read_text()
-    lines = re.findall(r'<polyline[^>]*points="([^"]*)"', text)
-    ends = [float(line.split()[-1].split(",")[0]) for line in lines]
+    ends = [float(path.split()[-2]) for path in LOSSES.findall(text)]
     assert ends[0] == ends[1]  # as many iterations
     assert ends[3] < ends[2]  # in less time
-    assert re.findall(r"https?://\S+?\"", text) == ['http://www.w3.org/2000/svg"']
+    assert again.read_text() == text
+    assert not re.search(r"<script|<image|@import|url\(['\"]?http", text)
+
+
+def test_without_matplotlib_there_is_no_plot(fold3d, tmp_path: Path, monkeypatch):
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
+    arms(tmp_path, {"given": (True,), "ours": (True,)})
+    code, out, err = fold3d(f"compare {tmp_path}")
+    assert (code, err) == (0, f"{NO_PICTURE}\n")
+    assert "B ours is faster than A given" in out
+    code, out, err = fold3d(f"compare {tmp_path} --svg {tmp_path}/a.svg")
+    assert (code, out) == (2, "")
+    assert err == f"fold3d compare: --svg: {NO_PICTURE}\n"
 
 
 @pytest.mark.parametrize(
@@ -264,6 +282,7 @@ def arms(folder: Path, rounds: dict[str, tuple[bool, ...]]) -> None:
             (place / file).write_text(log(1000.0 * (2 if name == "given" else 1) + number))
 
 
+@pytest.mark.processes
 def test_a_folder_of_runs_is_compared_with_all_their_rounds(fold3d, tmp_path: Path):
     arms(tmp_path, {"given": (True, True), "ours": (True, True)})
     code, out, err = fold3d(f"compare {tmp_path}")
@@ -274,6 +293,7 @@ def test_a_folder_of_runs_is_compared_with_all_their_rounds(fold3d, tmp_path: Pa
     assert [run["iterations"] for run in result["runs"]] == [20, 20]
 
 
+@pytest.mark.processes
 def test_rounds_that_have_not_finished_are_named_with_how_to_go_on(fold3d, tmp_path: Path):
     arms(tmp_path, {"given": (True, False), "ours": (True, True), "search": (False, False)})
     (tmp_path / "resume").write_text("sbatch it\n")
@@ -322,6 +342,7 @@ def test_memory_and_what_is_recomputed_come_from_the_trace(fold3d, tmp_path: Pat
     assert json.loads(fold3d(f"{line} --json")[1])["runs"][0]["gpu_gib"] == 3
 
 
+@pytest.mark.processes
 def test_every_run_has_a_line_of_its_own_in_the_picture(fold3d, tmp_path: Path):
     for number in range(30):
         (tmp_path / f"run{number:02}").mkdir()
@@ -329,5 +350,4 @@ def test_every_run_has_a_line_of_its_own_in_the_picture(fold3d, tmp_path: Path):
     code, out, _ = fold3d(f"compare {tmp_path}")
     assert code == 0
     assert "AD run29" in out
-    lines = re.findall(r"<polyline", (tmp_path / "losses.svg").read_text())
-    assert len(lines) == 2 * 30
+    assert len(LOSSES.findall((tmp_path / "losses.svg").read_text())) == 2 * 30

@@ -7,63 +7,89 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fold3d.plan.ir import Op, Plan, Program
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.passes.recompute import recompute_early, recomputed
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.recompute_choice import (
-    LayerBytes,
-    StageBytes,
-    fewest_counts,
-    kept_layers,
-    most_live,
-)
+from megatron.fold3d.policy.recompute_choice import StageBytes, fewest_counts
+
+Live = Sequence[Mapping[int, int]]
+"""Micro-batches that are held, by stage, at each moment."""
+BESIDE = 60.0
+INPUT, KEPT = 1.0, 10.0  # of a layer that is recomputed, and of one that is not
 
 
-def sizes(limit: float, *, kept: float = 10.0, recomputed: float = 1.0) -> LayerBytes:
-    return LayerBytes(static=50.0, working=10.0, kept=kept, recomputed=recomputed, limit=limit)
-
-
-def predicted_peak(
-    live: Sequence[Mapping[int, int]],
-    layers: Mapping[int, int],
-    kept: Mapping[int, int],
-    sizes: LayerBytes,
-) -> float:
+def predicted_peak(live: Live, layers: Mapping[int, int], kept: Mapping[int, int]) -> float:
     """Return the bytes that a rank takes at its worst moment."""
 
     def of_microbatch(stage: int) -> float:
-        own = kept[stage]
-        return own * sizes.kept + (layers[stage] - own) * sizes.recomputed
+        return kept[stage] * KEPT + (layers[stage] - kept[stage]) * INPUT
 
     held = (sum(n * of_microbatch(stage) for stage, n in moment.items()) for moment in live)
-    return sizes.static + sizes.working + max(held)
+    return BESIDE + max(held)
 
 
-def live_of(text: str) -> list[dict[int, int]]:
-    return [dict(moment) for moment in most_live(Plan.from_text(text).programs[0])]
+def kept_layers(program: Program, layers: Mapping[int, int], limit: float) -> dict[int, int]:
+    """Return how many layers each stage keeps; what a backward recomputes is among `BESIDE`."""
+    stages = {
+        stage: StageBytes(layers=n, recomputed=n * INPUT, kept=KEPT - INPUT)
+        for stage, n in layers.items()
+    }
+    found = fewest_counts(program, stages, limit, beside=BESIDE, in_backwards=False)
+    return {stage: n - found.recomputed[stage] for stage, n in layers.items()}
 
 
-def test_only_the_worst_moments_count():
-    assert live_of("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1") == [{0: 2, 1: 1}]
-    assert live_of("0F0 0F1 0B0 0B1 1F0 1B0 1F1 1B1") == [{0: 2}, {1: 1}]
-    assert live_of("0F0 0F1 0B0 0W0 0B1 0W1") == [{0: 2}]
+def program_of(live: Live) -> Program:
+    """Return a program that holds as many micro-batches at each moment, and then frees them."""
+    actions: list[Action] = []
+    for moment in live:
+        held = [(stage, m) for stage, count in moment.items() for m in range(count)]
+        for op in (Op.FORWARD, Op.BACKWARD):
+            actions += [Action(stage, op, m) for stage, m in held]
+    return tuple(actions)
+
+
+def held_in(program: Program) -> Live:
+    """Return what a program holds after each of its actions."""
+    splits = {stage for stage, op, _ in program if op is Op.WEIGHT}
+    held: dict[int, int] = {}
+    moments = []
+    for stage, op, _ in program:
+        frees = op is (Op.WEIGHT if stage in splits else Op.BACKWARD)
+        held[stage] = held.get(stage, 0) + (op is Op.FORWARD) - frees
+        moments.append(dict(held))
+    return moments
+
+
+@pytest.mark.parametrize(
+    ("text", "most"),
+    [
+        ("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1", 2 * KEPT + 1 * KEPT),
+        ("0F0 0F1 0B0 0B1 1F0 1B0 1F1 1B1", 2 * KEPT),
+        ("0F0 0F1 0B0 0W0 0B1 0W1", 2 * KEPT),
+        ("0F0 0F1 0B0 0B1 0W:500 1F0 1F1 1B0 1B1 0W:1000", 3 * KEPT),
+    ],
+)
+def test_a_layer_is_held_until_what_reads_it_has_run(text: str, most: float):
+    program = Plan.from_text(text).programs[0]
+    layers = dict.fromkeys({stage for stage, _, _ in program}, 1)
+    assert kept_layers(program, layers, BESIDE + most) == layers
+    assert kept_layers(program, layers, BESIDE + most - 1) != layers
 
 
 def test_aiao_keeps_the_layers_of_its_last_segment_first():
     plan = build("aiao", num_ranks=2, num_segments=2, num_microbatches=8)
-    live = most_live(plan.programs[1])
-    assert [dict(moment) for moment in live] == [{1: 8, 3: 1}]  # the last segment is 1F1B
-    # 50 + 10, an input for each layer of the nine micro-batches (36), and 36 more for four layers.
-    fits = kept_layers(live, {1: 4, 3: 4}, sizes(132.0))
+    program, layers = plan.programs[1], {1: 4, 3: 4}
+    # 60, an input for each layer of the nine micro-batches (36), and 36 more for four layers: the
+    # last segment is 1F1B.
+    fits = kept_layers(program, layers, 132.0)
     assert fits == {1: 0, 3: 4}
-    assert predicted_peak(live, {1: 4, 3: 4}, fits, sizes(132.0)) == 132.0
-    assert kept_layers(live, {1: 4, 3: 4}, sizes(131.0)) == {1: 0, 3: 3}
+    assert predicted_peak(held_in(program), layers, fits) == 132.0
+    assert kept_layers(program, layers, 131.0) == {1: 0, 3: 3}
 
 
 def test_what_fits_nowhere_is_an_error():
-    live = [{0: 4}]
     with pytest.raises(ValueError, match=r"found 68 bytes .* 67 bytes of memory; raise"):
-        kept_layers(live, {0: 2}, sizes(67.0))
+        kept_layers(program_of([{0: 4}]), {0: 2}, 67.0)
 
 
 def every_choice(layers: Mapping[int, int]) -> Sequence[dict[int, int]]:
@@ -84,18 +110,15 @@ def every_choice(layers: Mapping[int, int]) -> Sequence[dict[int, int]]:
 def test_no_other_choice_that_fits_keeps_more(
     live: list[dict[int, int]], layers: dict[int, int], limit: int
 ):
-    these = sizes(float(limit))
     feasible = [
-        choice
-        for choice in every_choice(layers)
-        if predicted_peak(live, layers, choice, these) <= limit
+        choice for choice in every_choice(layers) if predicted_peak(live, layers, choice) <= limit
     ]
     if not feasible:
         with pytest.raises(ValueError, match="with all layers recomputed"):
-            kept_layers(live, layers, these)
+            kept_layers(program_of(live), layers, limit)
         return
-    found = kept_layers(live, layers, these)
-    assert predicted_peak(live, layers, found, these) <= limit
+    found = kept_layers(program_of(live), layers, limit)
+    assert predicted_peak(live, layers, found) <= limit
     assert sum(found.values()) == max(sum(choice.values()) for choice in feasible)
 
 
@@ -105,17 +128,16 @@ def test_the_best_choice_of_a_schedule_is_found(schedule: str):
     plan = build(schedule, num_ranks=3, num_segments=segments, num_microbatches=5)
     for rank, program in enumerate(plan.programs):
         layers = dict.fromkeys(range(rank, 3 * segments, 3), 3)
-        live = most_live(program)
+        live = held_in(program)
         for limit in range(100, 400, 20):
-            these = sizes(float(limit))
             fits = [
                 choice
                 for choice in every_choice(layers)
-                if predicted_peak(live, layers, choice, these) <= limit
+                if predicted_peak(live, layers, choice) <= limit
             ]
             if fits:
                 best = max(sum(choice.values()) for choice in fits)
-                assert sum(kept_layers(live, layers, these).values()) == best
+                assert sum(kept_layers(program, layers, limit).values()) == best
 
 
 def played_peak(program: Program, stages: Mapping[int, StageBytes], kept: Mapping[int, int]) -> int:

@@ -4,6 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from itertools import chain, pairwise, product
 from pathlib import Path
 from statistics import fmean
@@ -12,11 +13,11 @@ from typing import Any
 
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, complain, write
+from megatron.fold3d.commands.pictures import NO_PICTURE, plot_losses
 from megatron.fold3d.observe.breakdown import Breakdown, seconds_of, shown_columns
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.observe.report.draw import Pipeline, draw_together
+from megatron.fold3d.observe.report.draw import Pipeline, draw
 from megatron.fold3d.observe.report.page import View, page
-from megatron.fold3d.observe.report.plot import Panel, plot
 from megatron.fold3d.observe.runs import (
     Comparison,
     Run,
@@ -24,9 +25,7 @@ from megatron.fold3d.observe.runs import (
     compare_losses,
     read_run,
     runs_in,
-    time_to_loss,
 )
-from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.observe.training_log import Spread
 
 EXAMPLE = "fold3d compare runs/default runs/tuned runs/auto --html comparison.html"
@@ -79,8 +78,11 @@ def run(args: Namespace) -> int:
         read_run(path, name, args.warmup) for path, name in zip(paths, _names(paths), strict=True)
     ]
     check_same_job(runs)
-    if len(args.runs) == 1 and any(run.losses() for run in runs):
-        args.svg = args.svg or args.runs[0] / "losses.svg"
+    if len(args.runs) == 1 and args.svg is None and any(run.losses() for run in runs):
+        if find_spec("matplotlib") is None:
+            complain(NO_PICTURE)
+        else:
+            args.svg = args.runs[0] / "losses.svg"
     compared = _compared(runs)
     if args.svg:
         args.svg.write_text(_losses_svg(runs), encoding="utf-8")
@@ -128,7 +130,10 @@ def _lines(runs: Sequence[Run], compared: Comparison | None) -> Iterator[str]:
         yield from speed_lines(compared)
         yield ""
         yield loss_line(runs)
-        yield from _reached_lines(runs)
+        if (reached := _reached(runs)) is not None:
+            loss, times_s = reached
+            after = (f"{s:.4g} s by {run.name}" for run, s in zip(runs, times_s, strict=True))
+            yield f"loss {loss:.4g} was reached after {', '.join(after)}"
     else:
         logless = _all_of([run.name for run in runs if not run.iterations])
         yield (
@@ -171,7 +176,7 @@ def loss_line(runs: Sequence[Run]) -> str:
     """Say whether all runs have equal losses."""
     agreement = compare_losses(runs)
     if not agreement.common:
-        return f"loss: no iteration has one in {_all_or_both(runs)} runs"
+        return f"loss: no iteration has one in {'both' if len(runs) == 2 else 'all'} runs"
     told = f"loss: equal in every digit in {agreement.equal} of {agreement.common} iterations"
     if agreement.first_difference is None:
         return told
@@ -181,36 +186,23 @@ def loss_line(runs: Sequence[Run]) -> str:
     )
 
 
-def _all_or_both(runs: Sequence[Run]) -> str:
-    return "both" if len(runs) == 2 else "all"
-
-
-def _reached_lines(runs: Sequence[Run]) -> Iterator[str]:
-    reached = _reached(runs)
-    if reached is not None:
-        loss, times_s = reached
-        after = ", ".join(
-            f"{time_s:.4g} s by {run.name}" for run, time_s in zip(runs, times_s, strict=True)
-        )
-        yield f"loss {loss:.4g} was reached after {after}"
-
-
 def _reached(runs: Sequence[Run]) -> tuple[float, tuple[float, ...]] | None:
     """The lowest loss that all runs reached, and when each did."""
     curves = [run.loss_over_time() for run in runs]
     if not all(curves):
         return None
     loss = max(min(loss for _, loss in curve) for curve in curves)
-    times_s = tuple(s for run in runs if (s := time_to_loss(run, loss)) is not None)
+    first = (next((s for s, found in curve if found <= loss), None) for curve in curves)
+    times_s = tuple(s for s in first if s is not None)
     return (loss, times_s) if len(times_s) == len(runs) else None
 
 
 def time_lines(runs: Sequence[Run]) -> Iterator[str]:
     """Yield where the time went, and what the last run spends less or more than the others."""
-    rows = [row for run in runs if (row := _exposure(run))]
-    if len(rows) < len(runs):
-        yield f"no trace of {_traceless(runs)}: where the time went shows with --trace DIR"
+    if traceless := _traceless(runs):
+        yield f"no trace of {traceless}: where the time went shows with --trace DIR"
         return
+    rows = [run.row.iteration for run in runs if run.row]
     shown = shown_columns(*rows)
     letters = [run.name.partition(" ")[0] for run in runs]
     differences = [f"{letters[-1]} - {letter}" for letter in letters[:-1]]
@@ -231,12 +223,8 @@ def _traceless(runs: Sequence[Run]) -> str:
 
 
 def _all_of(names: Sequence[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _exposure(run: Run) -> Exposure | None:
-    return run.row.iteration if run.row else None
+    """Name several in one phrase; nothing if there are none."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def _speed(run: Run) -> dict[str, float | None]:
@@ -245,7 +233,7 @@ def _speed(run: Run) -> dict[str, float | None]:
     samples = [row.batch_size for row in rows if row.batch_size is not None]
     tflops = [row.tflops for row in rows if row.tflops is not None]
     whole = len(samples) == len(rows) and rows
-    traced = run.row or Breakdown(iteration=Exposure())
+    traced = run.row or Breakdown(of_rank=(Exposure(),))
     model = fmean(tflops) if tflops else None
     hardware = traced.flops and traced.flops.hardware / 1e12
     if traced.flops is not None and model is not None:  # as much more as in the trace
@@ -266,60 +254,47 @@ def _number(value: float | None) -> str:
 def _losses_svg(runs: Sequence[Run]) -> str:
     if not any(run.losses() for run in runs):
         raise ValueError("--svg: no run has a loss in its log; drop --svg")
-    steps = {run.name: [(float(n), loss) for n, loss in run.losses().items()] for run in runs}
     times = {run.name: run.loss_over_time() for run in runs}
     last_s = max(time_s for points in times.values() for time_s, _ in points)
-    unit, seconds = ("hours", 3600.0) if last_s > 7200 else ("seconds", 1.0)
-    scaled = {name: [(t / seconds, loss) for t, loss in points] for name, points in times.items()}
-    return plot(
-        "Training loss",
-        [Panel("iteration", "loss", steps), Panel(f"{unit} of training", "loss", scaled)],
-    )
+    unit, unit_s = ("hours", 3600.0) if last_s > 7200 else ("seconds", 1.0)
+    scaled = {name: [(t / unit_s, loss) for t, loss in points] for name, points in times.items()}
+    steps = {run.name: list(run.losses().items()) for run in runs}
+    return plot_losses("Training loss", {"iteration": steps, f"{unit} of training": scaled})
 
 
 def timelines_svg(runs: Sequence[Run], compared: Comparison | None) -> str:
     """Draw all for the time of one steady iteration of the slowest run, and a little more."""
-    timelines = _timelines(runs, "--timelines")
-    starts_s = [_steady_from_s(timeline) for timeline in timelines]
-    rows = [run.row.iteration for run in runs if run.row]
-    shown_s = _A_LITTLE_MORE * max(row.total_s for row in rows)
-    return draw_together(
-        [
-            Pipeline(run.name, _caption(row), timeline.between(start_s, start_s + shown_s))
-            for run, row, timeline, start_s in zip(runs, rows, timelines, starts_s, strict=True)
-        ],
-        title=_title(compared),
-        until_s=shown_s,
-    )
+    views = _views(runs, "--timelines")
+    shown_s = _A_LITTLE_MORE * max(view.row.iteration.total_s for view in views)
+    pipelines = []
+    for view in views:
+        ends_s = view.timeline.ends_s
+        start_s = ends_s[0] if len(ends_s) > 1 else 0.0  # steady behind the first iteration
+        shown = view.timeline.between(start_s, start_s + shown_s)
+        pipelines.append(Pipeline(view.name, _caption(view.row.iteration), shown))
+    return draw(pipelines, title=_title(compared), until_s=shown_s)
 
 
 def timelines_page(runs: Sequence[Run], compared: Comparison | None) -> str:
     """Return the page of all runs; it begins with the last one."""
-    views = [
-        View(name=run.name, timeline=timeline, row=run.row)
-        for run, timeline in zip(runs, _timelines(runs, "--html"), strict=True)
-        if run.row
-    ]
+    *others, last = _views(runs, "--html")
     table = list(_speed_table(compared)) if compared else ()
     caption = loss_line(runs).capitalize() if compared else ""
-    return page(_title(compared), caption, [views[-1], *views[:-1]], speeds=table)
+    return page(_title(compared), caption, [last, *others], speeds=table)
 
 
 def _title(compared: Comparison | None) -> str:
     return compared.verdict if compared else "All pipelines on one time axis, measured"
 
 
-def _timelines(runs: Sequence[Run], flag: str) -> list[Timeline]:
-    timelines = [run.timeline for run in runs if run.timeline is not None]
-    if len(timelines) < len(runs):
-        raise ValueError(f"{flag}: no trace of {_traceless(runs)}; train with --trace DIR")
-    return timelines
-
-
-def _steady_from_s(timeline: Timeline) -> float:
-    """Return when all ranks had ended the first iteration, in s; zero if there is no other."""
-    ends = [timeline.iteration_ends_s(rank) for rank in range(timeline.num_ranks)]
-    return max(end[0] for end in ends) if all(len(end) > 1 for end in ends) else 0.0
+def _views(runs: Sequence[Run], flag: str) -> list[View]:
+    if traceless := _traceless(runs):
+        raise ValueError(f"{flag}: no trace of {traceless}; train with --trace DIR")
+    return [
+        View(name=run.name, timeline=run.timeline, row=run.row)
+        for run in runs
+        if run.timeline and run.row
+    ]
 
 
 def _caption(row: Exposure) -> str:
@@ -346,7 +321,7 @@ def _as_json(runs: Sequence[Run], compared: Comparison | None) -> dict[str, Any]
                 if run.times_s
                 else None,
                 **_speed(run),
-                "exposure": asdict(row) if (row := _exposure(run)) else None,
+                "exposure": asdict(run.row.iteration) if run.row else None,
             }
             for run in runs
         ],

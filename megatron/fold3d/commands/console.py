@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from time import monotonic
-from types import TracebackType
 from typing import Self
 
 OK, REJECTED = 0, 1
@@ -77,23 +76,17 @@ class Progress:
         line = f"{self._what}: {done} of about {most}, about {left_s:.0f} s left"
         self._next_s = now_s + (self.TERMINAL_S if self._rewrites else self.FILE_S)
         self._shown = True
-        print(  # noqa: T201
-            f"\r{line}\033[K" if self._rewrites else line,
-            end="" if self._rewrites else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
+        show = self._rewrite if self._rewrites else complain
+        show(line)
+
+    def _rewrite(self, line: str) -> None:
+        print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)  # noqa: T201
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._shown and self._rewrites:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)  # noqa: T201
+            self._rewrite("")
         elif self._shown and kind is None:
             complain(f"{self._what}: {self._done}, done; {self._rest}")

@@ -8,6 +8,7 @@ from math import inf, isfinite
 from pathlib import Path
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
+from megatron.fold3d.config.spelling import flag_of
 from megatron.fold3d.observe.fields import read_text
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
@@ -40,8 +41,7 @@ def add_cost_options(parser: ArgumentParser) -> None:
     """Add the options of all three sources; at most one source is given."""
     sources = parser.add_mutually_exclusive_group()
     add_number_options(sources)
-    _add_cluster(sources, required=False)
-    _add_measurements(parser)
+    add_cluster_options(parser, sources)
 
 
 def add_number_options(parser: ArgumentGroup | ArgumentParser) -> None:
@@ -58,25 +58,17 @@ def add_number_options(parser: ArgumentGroup | ArgumentParser) -> None:
     parser.add_argument("--costs", type=Path, metavar="FILE", help="JSON, a key per kind of action")
 
 
-def add_cluster_options(parser: ArgumentParser) -> None:
-    """Add ``--cluster``, which has to be given, and what was measured of it."""
-    _add_cluster(parser, required=True)
-    _add_measurements(parser)
-
-
-def _add_cluster(parser: ArgumentGroup | ArgumentParser, *, required: bool) -> None:
-    parser.add_argument(
+def add_cluster_options(parser: ArgumentParser, sources: ArgumentGroup | None = None) -> None:
+    """Add ``--cluster``, one of several sources or else required, and what was measured of it."""
+    (sources or parser).add_argument(
         "--cluster",
-        required=required,
+        required=sources is None,
         metavar="NAME",
         help="<node>x<GPUs>[-<Gb/s per node>g] such as a100x128-200g, with a node of "
         f"{', '.join(NODES)}; or a .json or .toml file with the fields of a cluster. --model is "
         f"one of {', '.join(SHAPES)}; or layers-hidden-heads[-sequence] such as 24-2048-16; or a "
         "file with the fields of a model's shape",
     )
-
-
-def _add_measurements(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("with --cluster, what was measured of it")
     group.add_argument(
         "--layer-forward-s",
@@ -86,7 +78,7 @@ def _add_measurements(parser: ArgumentParser) -> None:
         "the efficiency of the cluster's GPUs)",
     )
     for name, what in _MEASURED.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=what)
+        group.add_argument(flag_of(name), type=float, metavar="X", help=what)
 
 
 def named_cluster(args: Namespace, shape: ModelShape) -> Cluster:

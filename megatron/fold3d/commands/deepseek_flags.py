@@ -4,11 +4,11 @@ Megatron scores a group of experts by as many of its experts as a token takes of
 DeepSeek-V2 by the best one, DeepSeek-V3 by the two best. Numbers for which they differ are refused.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 V2, V3 = "deepseek_v2", "deepseek_v3"
-_SIZES = {
+SIZES = {
     "q_lora_rank": "--q-lora-rank",
     "kv_lora_rank": "--kv-lora-rank",
     "qk_nope_head_dim": "--qk-head-dim",
@@ -19,8 +19,8 @@ _SIZES = {
     "moe_intermediate_size": "--moe-ffn-hidden-size",
     "aux_loss_alpha": "--moe-aux-loss-coeff",
 }
-_NEEDED = tuple(name for name in _SIZES if name not in ("q_lora_rank", "aux_loss_alpha"))
-FIELDS = frozenset(_SIZES) | {
+NEEDED = tuple(name for name in SIZES if name not in ("q_lora_rank", "aux_loss_alpha"))
+FIELDS = frozenset(SIZES) | {
     *("first_k_dense_replace", "moe_layer_freq", "n_shared_experts", "n_group", "topk_group"),
     *("topk_method", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "seq_aux"),
     *("rope_interleave", "qk_head_dim", "mlp_bias", "output_router_logits"),
@@ -31,21 +31,9 @@ _YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 40
 
 
 def deepseek_flags(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the flags of attention, experts and routing.
-
-    Args:
-        config: as `transformers` writes it, or DeepSeek.
-
-    Raises:
-        ValueError: a field is missing, or its value has no counterpart.
-    """
-    if missing := [name for name in _NEEDED if config.get(name) is None]:
-        raise ValueError(f"lacks {', '.join(missing)}")
-    for name, (is_known, rule) in _rules(config).items():
-        if config.get(name) is not None and not is_known(config[name]):
-            raise ValueError(f"found {name}={config[name]!r}; it has to be {rule}")
+    """Yield the flags of attention, experts and routing; ``config`` keeps the `rules`."""
     yield "--multi-latent-attention --qk-layernorm"
-    for name, flag in _SIZES.items():
+    for name, flag in SIZES.items():
         if config.get(name) is not None:
             yield f"{flag} {config[name]}"
     num_dense = config.get("first_k_dense_replace") or 0
@@ -93,33 +81,30 @@ def yarn_flags(rope: Mapping[str, Any]) -> Iterator[str]:
     yield f"--mscale {scales['mscale']} --mscale-all-dim {scales['mscale_all_dim']}"
 
 
-def _rules(config: Mapping[str, Any]) -> dict[str, tuple[Callable[[Any], bool], str]]:
+def rules(config: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
+    """Return, by field, the value that has a counterpart, or whether one has, and which do.
+
+    Args:
+        config: as `transformers` writes it, or DeepSeek, with all that are `NEEDED`.
+    """
     is_v3 = config["model_type"] == V3
     best = 2 if is_v3 else 1  # experts by which the model scores a group
     heads, taken = config["num_attention_heads"], config["num_experts_per_tok"]
     score = "sigmoid" if is_v3 else "softmax"
     greedy = "group_limited_greedy" if _has_groups(config) else "greedy"
     method = "noaux_tc" if is_v3 else greedy
+    norms = "1e-06: the norms of latent vectors have it, and Megatron has one for all"
     return {
         "num_key_value_heads": (
-            lambda value: value == heads,
+            heads,
             f"num_attention_heads, {heads}: every head has keys of its own",
         ),
-        "rms_norm_eps": (
-            lambda value: value == 1e-6,
-            "1e-06: the norms of latent vectors have it, and Megatron has one for all",
-        ),
-        "rope_interleave": (bool, "true: Megatron rotates pairs of neighbours"),
-        "scoring_func": (lambda value: value == score, f"{score} for {config['model_type']}"),
-        "topk_method": (
-            lambda value: value == method,
-            f"{method} where n_group={config.get('n_group')}",
-        ),
-        "norm_topk_prob": (
-            lambda value: bool(value) == is_v3,
-            f"{str(is_v3).lower()}: Megatron's {score} router does so",
-        ),
-        "moe_layer_freq": (lambda value: value == 1, "1: all layers after the dense ones"),
+        "rms_norm_eps": (1e-6, norms),
+        "rope_interleave": (True, "true: Megatron rotates pairs of neighbours"),
+        "scoring_func": (score, f"{score} for {config['model_type']}"),
+        "topk_method": (method, f"{method} where n_group={config.get('n_group')}"),
+        "norm_topk_prob": (is_v3, f"{str(is_v3).lower()}: Megatron's {score} router does so"),
+        "moe_layer_freq": (1, "1: all layers after the dense ones"),
         "topk_group": (
             lambda value: not _has_groups(config) or taken // value == best,
             f"num_experts_per_tok / {best}, which is {taken / best:g}: a group is scored by its "

@@ -3,12 +3,20 @@
 import json
 import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.commands.console import OK, write
-from megatron.fold3d.commands.deepseek_flags import FIELDS, V2, V3, deepseek_flags, yarn_flags
+from megatron.fold3d.commands.deepseek_flags import (
+    FIELDS,
+    NEEDED,
+    V2,
+    V3,
+    deepseek_flags,
+    rules,
+    yarn_flags,
+)
 from megatron.fold3d.observe.fields import parse_json, read_text
 
 EXAMPLE = "fold3d import Llama-3.1-8B/config.json"
@@ -35,24 +43,17 @@ _SIZES = {
     "num_experts_per_tok": "--moe-router-topk",
     "router_aux_loss_coef": "--moe-aux-loss-coeff",
 }
-_READ = frozenset(
+_EXPERTS = frozenset(
     (
-        *("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling"),
-        "attention_dropout",
+        *("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"),
+        *("router_jitter_noise", "output_router_logits"),
     )
 )
 _ATTENTION = frozenset(("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"))
-_COMMON = (
-    frozenset(_SIZES)
-    - {
-        *("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"),
-    }
-    | {"hidden_act", "tie_word_embeddings", "attention_bias"}
-    | _READ
-)
-_EXPERTS = frozenset(
-    ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "router_jitter_noise")
-) | {"output_router_logits"}
+_COMMON = frozenset(_SIZES) - _EXPERTS | {
+    *("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling"),
+    *("attention_dropout", "attention_bias", "hidden_act", "tie_word_embeddings"),
+}
 # Fields of each family, and the flags that all of its models need.
 _FAMILIES: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "llama": (_COMMON | {"mlp_bias"}, ()),
@@ -63,20 +64,24 @@ _FAMILIES: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = {
     **dict.fromkeys((V2, V3), (_COMMON | FIELDS, ())),
 }
 _LATENT = (V2, V3)
-_ALWAYS = ("--swiglu", "--normalization RMSNorm", "--position-embedding-type rope")
-_MUST_BE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "hidden_act": (lambda value: value == "silu", "silu, which --swiglu computes"),
-    "attention_bias": (lambda value: not value, "false: Megatron has one flag for all biases"),
-    "mlp_bias": (lambda value: not value, "false: Megatron has one flag for all biases"),
-    "use_sliding_window": (lambda value: not value, "false: attention sees the whole sequence"),
-    "use_mrope": (lambda value: not value, "false: positions are those of text"),
+_ALWAYS = (
+    *("--swiglu", "--normalization RMSNorm", "--position-embedding-type rope"),
+    "--disable-bias-linear",
+)
+# The value of a field that has a counterpart, or whether one has; and which do, in words.
+_MUST_BE: Mapping[str, tuple[Any, str]] = {
+    "hidden_act": ("silu", "silu, which --swiglu computes"),
+    "attention_bias": (False, "false: Megatron has one flag for all biases"),
+    "mlp_bias": (False, "false: Megatron has one flag for all biases"),
+    "use_sliding_window": (False, "false: attention sees the whole sequence"),
+    "use_mrope": (False, "false: positions are those of text"),
     "layer_types": (
         lambda value: not value or set(value) == {"full_attention"},
         "full_attention for every layer",
     ),
-    "router_jitter_noise": (lambda value: not value, "0: Megatron's noise is another"),
-    "pretraining_tp": (lambda value: value == 1, "1"),
-    "is_encoder_decoder": (lambda value: not value, "false: pretrain_gpt.py trains decoders"),
+    "router_jitter_noise": (0, "0: Megatron's noise is another"),
+    "pretraining_tp": (1, "1"),
+    "is_encoder_decoder": (False, "false: pretrain_gpt.py trains decoders"),
 }
 # What Megatron's --use-rope-scaling has built in.
 _LLAMA3 = {
@@ -127,17 +132,24 @@ def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:
             f"unknown fields {', '.join(unknown)}: a {family} of Megatron's might differ by them; "
             "drop those that are not used"
         )
-    for name, (is_known, rule) in _MUST_BE.items():
-        if config.get(name) is not None and not is_known(config[name]):
-            raise ValueError(f"found {name}={config[name]!r}; it has to be {rule}")
+    needed, must_be = (*_SIZES,)[:5], _MUST_BE
+    if family in _LATENT:
+        needed += NEEDED
+    if missing := [name for name in needed if config.get(name) is None]:
+        raise ValueError(f"lacks {', '.join(missing)}")
+    if family in _LATENT:
+        must_be = {**must_be, **rules(config)}
+    for name, (known, rule) in must_be.items():
+        if (value := config.get(name)) is None:
+            continue
+        if not (known(value) if callable(known) else value == known):
+            raise ValueError(f"found {name}={value!r}; it has to be {rule}")
     if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
         raise ValueError(
             f"found sliding_window={config['sliding_window']}; it has to be null: attention sees "
             "the whole sequence"
         )
-    if missing := [name for name in (*_SIZES,)[:5] if config.get(name) is None]:
-        raise ValueError(f"lacks {', '.join(missing)}")
-    words = [*_ALWAYS, "--disable-bias-linear", *switches, *_flags(config)]
+    words = [*_ALWAYS, *switches, *_flags(config)]
     return tuple(word for flag in words for word in flag.split())
 
 

@@ -28,34 +28,6 @@ from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.predict.search.settled import PredictedRun
 
 
-def candidate_of(args: Namespace, config: Fold3DConfig) -> Candidate:
-    """Return the run that flags describe.
-
-    Args:
-        args: Megatron's namespace, with the number of replicas and the batch.
-        config: read from it.
-    """
-    choice, slices = config.choice, word_of(args).value("slices")
-    if config.plan_file or choice.order == AUTO:
-        choice = replace(choice, order=stock_schedule(config.num_segments))
-    if choice.group == config.num_ranks:  # as without it
-        choice = replace(choice, group=None)
-    return Candidate(
-        choice=replace(choice, slices=None if slices is None else slices == "on"),
-        setup=setup_of(args, args.data_parallel_size),
-        num_ranks=config.num_ranks,
-        num_microbatches=args.global_batch_size
-        // (args.micro_batch_size * args.data_parallel_size),
-        layers=stage_layers(args) if args.num_layers else (),
-        recompute_layers=config.recompute_layers or (),
-        offload=config.offload_activations != "off",
-        preemptive=config.preemptive_comm,
-        sums_last=config.features.grad_sync == "serial",
-        reduces_early=config.features.reduces_early,
-        shards=args.shard_segments,
-    )
-
-
 def run_of(
     args: Namespace,
     config: Fold3DConfig,
@@ -66,8 +38,8 @@ def run_of(
     """Return the run that flags describe, to be predicted.
 
     Args:
-        args: as above.
-        config: as above.
+        args: Megatron's namespace, with the number of replicas and the batch.
+        config: read from it.
         estimate: the costs and the memory of a candidate.
         shape: the model, if there is one.
         usable_bytes: of a GPU's memory; None if it is not known.
@@ -75,16 +47,35 @@ def run_of(
     Raises:
         PlanError: the user's file holds no plan.
     """
+    choice, word = config.choice, word_of(args)
+    if config.plan_file or choice.order == AUTO:
+        choice = replace(choice, order=stock_schedule(config.num_segments))
+    if choice.group == config.num_ranks:  # as without it
+        choice = replace(choice, group=None)
+    slices, of_all = word.value("slices"), args.micro_batch_size * args.data_parallel_size
+    candidate = Candidate(
+        choice=replace(choice, slices=None if slices is None else slices == "on"),
+        setup=setup_of(args, args.data_parallel_size),
+        num_ranks=config.num_ranks,
+        num_microbatches=args.global_batch_size // of_all,
+        layers=stage_layers(args) if args.num_layers else (),
+        recompute_layers=config.recompute_layers or (),
+        offload=config.offload_activations != "off",
+        preemptive=config.preemptive_comm,
+        sums_last=config.features.grad_sync == "serial",
+        reduces_early=config.features.reduces_early,
+        shards=args.shard_segments,
+    )
     return PredictedRun(
-        candidate=candidate_of(args, config),
+        candidate=candidate,
         estimate=estimate,
-        file_order=None if config.plan_file is None else read_plan(config.plan_file),
+        file_order=read_plan(config.plan_file) if config.plan_file else None,
         shape=shape,
         usable_bytes=usable_bytes,
         auto_layers=getattr(args, "layers", None) == AUTO,
         auto_recompute_layers=config.auto_recompute_layers,
         auto_ahead="ahead" in config.auto,
-        auto_replicated=word_of(args).value("optimizer") == AUTO,
+        auto_replicated=word.value("optimizer") == AUTO,
         most_activations=config.choice.held,
     )
 

@@ -19,6 +19,7 @@ from megatron.fold3d.commands.training_words import (
     read_words,
     script_words,
 )
+from megatron.fold3d.config.spelling import flag_of, typed
 from megatron.fold3d.observe.fields import read_text
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.presets import preset_flags
@@ -72,7 +73,7 @@ class Described:
 
     def _fixed(self, name: str) -> int | None:
         """Return a size that the flags give; None leaves it to the search."""
-        is_given = any(_values(self.words, f"--{name.replace('_', '-')}"))
+        is_given = any(_values(self.words, flag_of(name)))
         return getattr(self.args, name) if is_given else None
 
     def model(self) -> ModelShape:
@@ -125,33 +126,28 @@ def given_training(args: Namespace) -> Described:
         ValueError: as below, or flags are given twice.
         OSError: the script cannot be read.
     """
-    typed, behind = args.words
-    if behind and args.from_script is not None:
-        raise ValueError("flags behind -- with --from-script: both say the training; drop one")
-    if args.from_script is not None:
-        words = tuple(script_words(read_text(args.from_script)))
-        return described(words, str(args.from_script), typed=typed, script=args.from_script)
-    return described(behind, "the command line", typed=typed)
+    (typed, words), script = args.words, args.from_script
+    if script is not None:
+        if words:
+            raise ValueError("flags behind -- with --from-script: both say the training; drop one")
+        words = tuple(script_words(read_text(script)))
+    return described(words, typed=typed, script=script)
 
 
 def described(
-    words: Sequence[str],
-    source: str = "the command line",
-    *,
-    typed: Sequence[str] = (),
-    script: Path | None = None,
+    words: Sequence[str], *, typed: Sequence[str] = (), script: Path | None = None
 ) -> Described:
     """Return what flags say.
 
     Args:
         words: a training's flags.
-        source: where they come from, for messages.
         typed: flags that were typed for a command.
         script: as in `Described`.
 
     Raises:
         ValueError: flags are missing, no numbers, or ask for what is not modelled.
     """
+    source = str(script) if script else "the command line"
     args = read_words(words, typed)
     if args.model_preset:
         family = model_shape(args.model_preset).family
@@ -170,7 +166,7 @@ def described(
         if args.microbatches is not None and missing[-1:] == ["global_batch_size"]:
             missing.pop()
         if missing:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+            flags = ", ".join(map(flag_of, missing))
             raise ValueError(f"{source} has no {flags}; the model and the batch are read from them")
         shape = shape_of(args)
     else:
@@ -216,8 +212,7 @@ def shape_of(args: Namespace) -> ModelShape:
     """
     for name, what in NOT_MODELLED.items():
         if getattr(args, name, None):
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag}: the planner does not model {what}; drop it")
+            raise ValueError(f"{flag_of(name)}: the planner does not model {what}; drop it")
     sizes: dict[str, Any] = {
         field: size for name, field in SIZES.items() if (size := getattr(args, name, None))
     }
@@ -284,7 +279,7 @@ def _assumed(args: Namespace, words: Sequence[str]) -> Iterator[str]:
         "decoder_last_pipeline_num_layers",
         "pipeline_model_parallel_layout",
     )
-    if own := [f"--{name.replace('_', '-')}" for name in uneven if getattr(args, name)]:
+    if own := [flag_of(name) for name in uneven if getattr(args, name)]:
         yield f"the search divides the layers itself, instead of {' and '.join(own)}"
     for name, values in flags.items():
         if len({*values}) > 1:
@@ -295,7 +290,7 @@ def _assumed(args: Namespace, words: Sequence[str]) -> Iterator[str]:
         "expert_tensor_parallel_size": None,
     }
     if fixed := [
-        f"--{name.replace('_', '-')} {getattr(args, name)}"
+        typed(flag_of(name), getattr(args, name))
         for name, default in shared.items()
         if getattr(args, name) != default
     ]:

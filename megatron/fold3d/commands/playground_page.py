@@ -3,12 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.fold3d.observe.report.playground import (
-    MOST_FORWARDS,
-    Fixed,
-    Settings,
-    playground,
-)
+from megatron.fold3d.observe.report.playground import BEGIN, MOST_FORWARDS, Fixed, playground
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
@@ -49,19 +44,22 @@ def playground_page(
             "--seconds forward=S above zero"
         )
     where = "deferred" if c.choice.carries else "overlap"
-    settings = Settings(
-        num_ranks=ranks,
-        num_microbatches=microbatches,
-        num_segments=plan.num_segments,
-        backward=of_rank(costs.backward_s) / forward_s,
-        transfer=costs.p2p_s / forward_s,
-        grad_sync=of_rank(costs.grad_sync_s) / forward_s,
-        forward_s=forward_s,
-        where="serial" if c.sums_last else where,
-        forwards_ahead=c.choice.ahead or 1,
-        weight_grads_in_gaps=c.choice.fills_gaps,
-        messages_first=c.preemptive,
-        schedules=tuple({"1f1b", "interleaved", "aiao", c.schedule}),
-    )
+    settings = {
+        "p": ranks,
+        "m": microbatches,
+        "ns": plan.num_segments,
+        "transfer": costs.p2p_s / forward_s,
+        "sync": of_rank(costs.grad_sync_s) / forward_s,
+        "where": "serial" if c.sums_last else where,
+        "ahead": c.choice.ahead or 1,
+        "gaps": c.choice.fills_gaps,
+        "first": c.preemptive,
+        "shown": (*BEGIN["shown"], c.schedule),
+    }
     fixed = Fixed(name=name, timeline=timeline, peak_activations=peak_activations(plan))
-    return playground(settings, None if is_plain else fixed)
+    return playground(
+        settings,
+        backward=of_rank(costs.backward_s) / forward_s,
+        forward_s=forward_s,
+        fixed=None if is_plain else fixed,
+    )

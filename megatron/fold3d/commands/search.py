@@ -3,7 +3,7 @@
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,7 +24,6 @@ from megatron.fold3d.commands.training_flags import (
 )
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.efficiency import source_of
-from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS
 from megatron.fold3d.predict.search.candidates import Assumption
 from megatron.fold3d.predict.search.planner import search
@@ -32,41 +31,6 @@ from megatron.fold3d.predict.search.search_result import JudgedCandidate
 from megatron.fold3d.predict.search.search_result import Search as Found
 
 EXAMPLE = "fold3d search --model gpt3-18b --cluster a100x64-200g --global-batch-size 256"
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The search's findings, and what the user's flags say."""
-
-    found: Found
-    described: Described
-
-    def flags(self, shape: ModelShape, cluster: Cluster) -> str:
-        """Return the best one's flags, of a script those to append to its own.
-
-        Raises:
-            ValueError: there is no training script that takes them.
-        """
-        candidate, user = self.found.choice.candidate, self.described
-        if user.args.model is not None:
-            return training_flags(shape, cluster, candidate)
-        own = () if user.script else tuple(undecided(user.words))
-        return training_flags(shape, cluster, candidate, fp16=user.args.fp16, own=own)
-
-    def last_lines(self, shape: ModelShape, cluster: Cluster) -> Iterator[str]:
-        """Yield where flags belong, the environment variables, and the flags."""
-        user = self.described if self.described.script else None
-        yield f", appended to those of {user.script}:" if user else ":"
-        try:
-            flags = self.flags(shape, cluster)
-        except ValueError as error:
-            yield f"({error})"
-            return
-        for name, value in environment(self.found.choice.candidate, cluster).items():
-            yield f"export {name}={value}"
-        yield flags
-        if user and (dropped := " ".join(to_drop(user.words, flags))):
-            yield f"and without {dropped}"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -130,17 +94,42 @@ def run(args: Namespace) -> int:
         )
     if args.plot is not None:
         plot(found, args.plot)
-    answer = _Answer(found, described)
-    notes = described.notes()
     if args.json:
-        rows = _as_json(answer, shape, cluster)
-        write(json.dumps(rows | {"notes": notes}) + "\n")
-    elif not args.emit:
-        lines = lines_of(found, shape, cluster, [*answer.last_lines(shape, cluster)])
-        write("\n".join((*notes, *lines)) + "\n")
+        write(json.dumps(_as_json(found, described, cluster)) + "\n")
+    elif args.emit:
+        write(f"{_flags(found, described, cluster)}\n")
     else:
-        write(f"{answer.flags(shape, cluster)}\n")
+        lines = lines_of(found, shape, cluster, [*_last_lines(found, described, cluster)])
+        write("\n".join((*described.notes(), *lines)) + "\n")
     return OK
+
+
+def _flags(found: Found, user: Described, cluster: Cluster) -> str:
+    """Return the best one's flags, of a script those to append to its own.
+
+    Raises:
+        ValueError: there is no training script that takes them.
+    """
+    own: tuple[str, ...] | None = None
+    if user.args.model is None:
+        own = () if user.script else tuple(undecided(user.words))
+    candidate = found.choice.candidate
+    return training_flags(user.model(), cluster, candidate, fp16=user.args.fp16, own=own)
+
+
+def _last_lines(found: Found, user: Described, cluster: Cluster) -> Iterator[str]:
+    """Yield where flags belong, the environment variables, and the flags."""
+    yield f", appended to those of {user.script}:" if user.script else ":"
+    try:
+        flags = _flags(found, user, cluster)
+    except ValueError as error:
+        yield f"({error})"
+        return
+    for name, value in environment(found.choice.candidate, cluster).items():
+        yield f"export {name}={value}"
+    yield flags
+    if user.script and (dropped := " ".join(to_drop(user.words, flags))):
+        yield f"and without {dropped}"
 
 
 def _assumptions(text: str) -> frozenset[str]:
@@ -151,7 +140,9 @@ def _assumptions(text: str) -> frozenset[str]:
     return found
 
 
-def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, Any]:
+def _as_json(found: Found, user: Described, cluster: Cluster) -> dict[str, Any]:
+    shape = user.model()
+
     def row(choice: JudgedCandidate) -> dict[str, Any]:
         c, setup = choice.candidate, choice.candidate.setup
         return {
@@ -184,18 +175,18 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
             "limited_by": choice.limit,
         }
 
-    found = answer.found
     return {
         "rows": [row(choice) for choice in sorted(found.best, key=lambda c: c.iteration_s)],
         "in_16_bits": list(map(row, found.in_16_bits)),
         "best_stock": found.best_stock and row(found.best_stock),
-        "best": row(answer.found.choice),
-        "gain": answer.found.gain,
+        "best": row(found.choice),
+        "gain": found.gain,
         "gains": {case.assumption: case.gain for case in gains(found, shape, cluster)},
         "efficiency": source_of(cluster),
         "environment": environment(found.choice.candidate, cluster),
         "many_queues_s": found.many_queues_s,
-        "flags": answer.flags(shape, cluster) if shape.family in SCRIPTS else None,
+        "flags": _flags(found, user, cluster) if shape.family in SCRIPTS else None,
         "considered": found.considered,
         "too_large": found.too_large,
+        "notes": user.notes(),
     }

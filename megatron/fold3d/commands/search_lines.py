@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
+from megatron.fold3d.commands.pictures import figure
 from megatron.fold3d.commands.training_flags import LOCAL_FP32, sums_of
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.efficiency import source_of
@@ -16,9 +17,9 @@ from megatron.fold3d.predict.search.search_result import Search as Found
 from megatron.fold3d.predict.search.sensitivity import Case, gains_if_off_by_half
 
 WIDTH = 80
+_ROW = "{:>9} {:>5} {:>4} {:>3} {:>2} {:>3} {:>3} {:<5} {:<5} {:<11} {}"
 _SAME = 0.002  # of an iteration: times that differ by less are shown as one
 _SHORT = {"none": "none", "selective": "sel", "full": "full"}
-_NO_PICTURE = "no picture without matplotlib: pip install '.[plots]' in the checkout of FOLD3D"
 
 
 def lines_of(
@@ -135,12 +136,8 @@ def plot(found: Found, file: Path) -> None:
         ValueError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(f"--plot {file}: {_NO_PICTURE}") from None
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot(
+    picture = figure(f"--plot {file}", 7, 4.5)
+    axes = picture.add_subplot(
         xlabel="GiB of the fullest GPU", ylabel="seconds of an iteration", yscale="log"
     )
     for is_stock, label in ((True, "stock"), (False, "ours")):
@@ -155,7 +152,7 @@ def plot(found: Found, file: Path) -> None:
         xytext=(6, -12),
     )
     axes.legend()
-    figure.savefig(file)
+    picture.savefig(file)
 
 
 def seconds(time_s: float) -> str:
@@ -176,7 +173,7 @@ def _table(found: Found) -> Iterator[str]:
                 break
         else:
             groups.append([row])
-    yield _line(
+    yield _ROW.format(
         *("iteration", "GiB", "dp", "pp", "tp", "seg", "mbs", "sums", "rec", "limit", "schedule")
     )
     for group in groups:
@@ -184,7 +181,7 @@ def _table(found: Found) -> Iterator[str]:
         columns = _columns(first)
         memory = f"{first.device_bytes / 2**30:.1f}"
         limit = first.limit.replace("computation", "compute")
-        text = _line(seconds(first.iteration_s), memory, *columns[:7], limit, columns[7])
+        text = _ROW.format(seconds(first.iteration_s), memory, *columns[:7], limit, columns[7])
         yield text if len(text) <= WIDTH else f"{text[: -len(columns[7])]}\n    {columns[7]}"
         shown = {columns[5:]}
         for row in alike:
@@ -206,14 +203,6 @@ def _columns(choice: JudgedCandidate) -> tuple[str, ...]:
         name += f" ep={setup.expert_parallel}"
     recompute = "stage" if c.recompute_layers else _SHORT[setup.recompute]
     return (*map(str, (*sizes, setup.microbatch_size)), sums, recompute, name)
-
-
-def _line(time: str, gib: str, *rest: str) -> str:
-    dp, pp, tp, segments, size, sums, recompute, limit, name = rest
-    return (
-        f"{time:>9} {gib:>5} {dp:>4} {pp:>3} {tp:>2} {segments:>3} {size:>3} {sums:<5} "
-        f"{recompute:<5} {limit:<11} {name}"
-    )
 
 
 def _in_16_bits(found: Found) -> Iterator[str]:

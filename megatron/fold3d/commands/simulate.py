@@ -19,7 +19,7 @@ from megatron.fold3d.commands.megatron_flags import Described, add_training_flag
 from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.commands.simulate_report import Report, judge_memory
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.observe.report.draw import caption_of, draw
+from megatron.fold3d.observe.report.draw import Pipeline, caption_of, draw
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.device_queues import CONNECTIONS
 from megatron.fold3d.plan.files import read_plan
@@ -100,9 +100,8 @@ def run(args: Namespace) -> int:
     plan, timeline = found.plan, found.timeline
     name = _name(its, config, said)
     if args.svg:
-        args.svg.write_text(
-            draw(timeline, title=name, caption=caption_of(plan, timeline)), encoding="utf-8"
-        )
+        drawn = Pipeline("", caption_of(plan, timeline), timeline)
+        args.svg.write_text(draw([drawn], title=name), encoding="utf-8")
     if args.html:
         from megatron.fold3d.commands.playground_page import playground_page
 
@@ -120,7 +119,7 @@ def run(args: Namespace) -> int:
         layers=its.candidate.layers if said.args.layers is not None else None,
     )
     write(json.dumps(report.as_json()) + "\n" if args.json else "\n".join(report.lines()) + "\n")
-    return OK if hardware is None else judge_memory(report, hardware)
+    return judge_memory(report)
 
 
 def _check_options(args: Namespace) -> None:

@@ -145,10 +145,10 @@ def _grid(timeline: Timeline) -> str:
     return text if text.count("\n") < height else ""
 
 
-def judge_memory(report: Report, cluster: Cluster) -> int:
+def judge_memory(report: Report) -> int:
     """Return the exit code; complain if a rank needs more memory than its GPU has."""
-    peaks, limit = report.peaks, usable_bytes(cluster)
-    if max(peaks) <= limit:
+    peaks, cluster = report.peaks, report.cluster
+    if cluster is None or max(peaks) <= (limit := usable_bytes(cluster)):
         return OK
     complain(
         f"rank {peaks.index(max(peaks))} needs {max(peaks) / 2**30:.1f} GiB, a GPU of "

@@ -13,13 +13,11 @@ from megatron.fold3d.commands.cost_sources import costs_from
 from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.observe.breakdown import (
     Breakdown,
-    Flops,
     exposure_of_ranks,
     measured,
     seconds_of,
     shown_columns,
 )
-from megatron.fold3d.observe.exposure import mean
 from megatron.fold3d.observe.report.chrome import to_chrome
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.timeline import Timeline
@@ -89,7 +87,8 @@ def run(args: Namespace) -> int:
     except PlanError as error:  # an order that was cut off, or one with steps the plan lacks
         complain(f"not simulated: {error}")
     else:
-        views.append(View(name="simulated", timeline=simulated, row=_row(simulated)))
+        row = Breakdown(of_rank=exposure_of_ranks(simulated))
+        views.append(View(name="simulated", timeline=simulated, row=row))
     html = args.html or args.folder / "timeline.html"
     chrome = args.chrome or args.folder / "perfetto.json"
     html.write_text(page(_title(chosen[0]), _caption(chosen, ranks), views), encoding="utf-8")
@@ -119,24 +118,19 @@ def _check(args: Namespace) -> None:
 
 def _measured(timeline: Timeline, ranks: Sequence[RankTrace], args: Namespace) -> Breakdown:
     """Return the row of the measured pipeline."""
-    peak, flops = args.peak_tflops, None
+    peak, model_flops = args.peak_tflops, 0.0
     if args.model is not None:
-        model = training_flops(model_shape(args.model), "none").model * (args.micro_batch_size or 1)
-        flops = Flops(model, model + ranks[0].recomputed_flops)
+        each = training_flops(model_shape(args.model), "none").model
+        model_flops = each * (args.micro_batch_size or 1)
     elif peak is not None:
-        if not (model := ranks[0].microbatch_flops):
+        model_flops = ranks[0].microbatch_flops
+        if not model_flops:
             raise ValueError(
                 f"--peak-tflops {peak} without --model: this trace does not tell the "
                 "model's FLOPs; give --model"
             )
-        flops = Flops(model, model + ranks[0].recomputed_flops)
-    row = measured(ranks, timeline, flops)
+    row = measured(ranks, timeline, model_flops)
     return replace(row, utilisation=row.flops.model / (peak * 1e12)) if peak and row.flops else row
-
-
-def _row(timeline: Timeline) -> Breakdown:
-    of_rank = exposure_of_ranks(timeline)
-    return Breakdown(iteration=mean(of_rank), of_rank=of_rank)
 
 
 def _simulated(timeline: Timeline, chosen: Sequence[RankTrace], costs: Path | None) -> Timeline:

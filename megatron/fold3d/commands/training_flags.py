@@ -94,24 +94,22 @@ def undecided(words: Iterable[str]) -> Iterator[str]:
 
 def without(words: Iterable[str], names: Container[str]) -> Iterator[str]:
     """Yield flags with their values, without those of these names."""
-    dropped = False
-    for word in words:
-        if word.startswith("--"):
-            dropped = word[2:].partition("=")[0] in names
-        if not dropped:
-            yield word
+    return (word for name, word in _by_flag(words) if name not in names)
 
 
 def to_drop(words: Iterable[str], flags: str) -> Iterator[str]:
     """Yield a user's flags that the planner decides and has not among its own ``flags``."""
-    anew = {word for word in flags.split() if word.startswith("--")}
-    drops = False
+    own = _DECIDED - {name for name, _ in _by_flag(flags.split())}
+    return (word for name, word in _by_flag(words) if name in own)
+
+
+def _by_flag(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield each word with the name of the flag that it is, or is a value of."""
+    name = ""
     for word in words:
         if word.startswith("--"):
-            name = word.partition("=")[0]
-            drops = name[2:] in _DECIDED and name not in anew
-        if drops:
-            yield word
+            name = word[2:].partition("=")[0]
+        yield name, word
 
 
 def _split(candidate: Candidate) -> Iterator[str]:

@@ -18,6 +18,7 @@ from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.config.all_flags import add_arguments
 from megatron.fold3d.config.recompute_flags import counts_list
 from megatron.fold3d.config.retired_flags import add_retired_flags
+from megatron.fold3d.config.spelling import flag_of, typed
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.sizes import Recompute
 
@@ -50,39 +51,67 @@ NOT_MODELLED = {
     "yaml_cfg": "a file of options",
 }
 
-# Megatron's flags that are read, by the type of their value.
-_NUMBERS = (
-    *(*SIZES, *LATENT, "vocab_size", "make_vocab_size_divisible_by", "rotary_base"),
-    *("num_query_groups", "moe_router_topk", "mtp_num_layers"),
-    *("micro_batch_size", "global_batch_size", "tensor_model_parallel_size"),
-    *("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
-    *("expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank"),
-    *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
-    *("decoder_last_pipeline_num_layers", "recompute_num_layers"),
-    *("num_distributed_optimizer_instances", "microbatch_group_size_per_virtual_pipeline_stage"),
-)
-_TEXTS = (
-    *("position_embedding_type", "normalization", "moe_layer_freq", "recompute_granularity"),
-    *("recompute_method", "transformer_impl", "main_grads_dtype", "optimizer", "fp8_format"),
-    *("fp8_recipe", "fp4_format", "pipeline_model_parallel_layout", "hybrid_layer_pattern"),
-    *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "yaml_cfg"),
-    "moe_token_dispatcher_type",
-)
-_LISTS = (
-    *("recompute_modules", "moe_router_load_balancing_type"),
-    "ddp_param_name_patterns_for_fp32_local_accumulation",
-)
-_SHARES = ("attention_dropout", "hidden_dropout")
-_SWITCHES = (
-    *("multi_latent_attention", "swiglu", "untie_embeddings_and_output_weights"),
-    *("group_query_attention", "add_qkv_bias", "qk_layernorm", "bf16", "fp16"),
-    *("sequence_parallel", "use_tp_pp_dp_mapping", "use_distributed_optimizer"),
-    *("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16"),
-    *("accumulate_allreduce_grads_in_fp32", "ddp_reduce_scatter_with_fp32_accumulation"),
-    *("recompute_activations", "optimizer_cpu_offload"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-    *("deterministic_mode", "use_torch_fsdp2", "use_megatron_fsdp", "moe_layer_recompute"),
-)
+_DROPOUTS = ("attention_dropout", "hidden_dropout")
+# Megatron's flags that are read: their default, or the type of their value if that is None.
+_FLAGS: Mapping[str, Any] = {
+    **dict.fromkeys(
+        (
+            *(*SIZES, "vocab_size", "mtp_num_layers", "micro_batch_size", "global_batch_size"),
+            *("expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank"),
+            *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
+            *("decoder_last_pipeline_num_layers", "recompute_num_layers"),
+            "microbatch_group_size_per_virtual_pipeline_stage",
+        ),
+        int,
+    ),
+    **LATENT,
+    **dict.fromkeys(
+        (
+            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_query_groups"),
+            *("context_parallel_size", "expert_model_parallel_size"),
+            "num_distributed_optimizer_instances",
+        ),
+        1,
+    ),
+    "make_vocab_size_divisible_by": 128,
+    "rotary_base": 10_000,
+    "moe_router_topk": 2,
+    **dict.fromkeys(_DROPOUTS, float),
+    **dict.fromkeys(
+        (
+            *("recompute_granularity", "recompute_method", "fp8_format", "fp4_format"),
+            *("pipeline_model_parallel_layout", "hybrid_layer_pattern", "yaml_cfg"),
+            *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+            "moe_layer_freq",
+        ),
+        str,
+    ),
+    "moe_token_dispatcher_type": "allgather",
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "transformer_impl": "transformer_engine",
+    "main_grads_dtype": "fp32",
+    "optimizer": "adam",
+    "fp8_recipe": "delayed",
+    **dict.fromkeys(("recompute_modules", "moe_router_load_balancing_type"), list),
+    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
+    **dict.fromkeys(
+        (
+            *("multi_latent_attention", "swiglu", "untie_embeddings_and_output_weights"),
+            *("group_query_attention", "add_qkv_bias", "qk_layernorm", "bf16", "fp16"),
+            *("sequence_parallel", "use_tp_pp_dp_mapping", "use_distributed_optimizer"),
+            *("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16"),
+            *("accumulate_allreduce_grads_in_fp32", "ddp_reduce_scatter_with_fp32_accumulation"),
+            *("recompute_activations", "optimizer_cpu_offload"),
+            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+            *("deterministic_mode", "use_torch_fsdp2", "use_megatron_fsdp", "moe_layer_recompute"),
+        ),
+        False,
+    ),
+    "fp32": False,  # and the short forms
+    **dict.fromkeys(("pp", "tp", "dp", "microbatches"), int),
+    "model": str,
+}
 _SWITCHED_OFF = {
     "disable_bias_linear": "add_bias_linear",
     "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
@@ -93,33 +122,10 @@ _ATTRIBUTES = {  # of flags that have another name
     "fp8_format": "fp8",
     "fp4_format": "fp4",
 }
-# Megatron's defaults that are not None or False.
-_DEFAULTS: Mapping[str, Any] = {
-    **LATENT,
-    "attention_dropout": 0.1,
-    "hidden_dropout": 0.1,
-    "make_vocab_size_divisible_by": 128,
-    "rotary_base": 10_000,
-    "num_query_groups": 1,
-    "moe_router_topk": 2,
-    "moe_token_dispatcher_type": "allgather",
-    "moe_router_load_balancing_type": "aux_loss",
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "num_distributed_optimizer_instances": 1,
-    "position_embedding_type": "learned_absolute",
-    "normalization": "LayerNorm",
-    "moe_layer_freq": 1,
-    "transformer_impl": "transformer_engine",
-    "main_grads_dtype": "fp32",
-    "optimizer": "adam",
-    "fp8_recipe": "delayed",
-    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
-}
-# What our rules read of a run beside these, as if no such flag was given.
+# What our rules read of a run where no flag says otherwise.
 _OF_RUNS: Mapping[str, Any] = {
+    "moe_layer_freq": 1,
+    "moe_router_load_balancing_type": "aux_loss",
     "cuda_graph_impl": "none",
     "overlap_p2p_comm": True,
     "timing_log_level": 0,
@@ -242,31 +248,19 @@ def _parser() -> ArgumentParser:
     add_arguments(parser)
     add_retired_flags(parser, _RETIRED)
 
-    def add(name: str, **options: Any) -> None:
+    kinds: Mapping[type, Mapping[str, Any]] = {
+        bool: {"action": "store_true"},
+        list: {"nargs": "+"},
+    }
+    for name, known in _FLAGS.items():
+        kind, default = (known, None) if isinstance(known, type) else (type(known), known)
+        options = kinds.get(kind, {"type": kind})
         attribute = _ATTRIBUTES.get(name, name)
-        options.setdefault("default", _DEFAULTS.get(name))
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=attribute, **options)
-
-    for name in _NUMBERS:
-        add(name, type=int)
-    for name in _TEXTS:
-        add(name)
-    for name in _LISTS:
-        add(name, nargs="+")
-    for name in _SHARES:
-        add(name, type=float, default=None)
-    for name in _SWITCHES:
-        add(name, action="store_true", default=False)
+        parser.add_argument(flag_of(name), dest=attribute, default=default, **options)
     for name, attribute in _SWITCHED_OFF.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", dest=attribute, action="store_false", default=True
-        )
-    for name in ("pp", "tp", "dp", "microbatches"):
-        add(name, type=int)
-    add("model")
-    add("layers", type=_counts_or_auto)
-    add("recompute", choices=get_args(Recompute))
-    add("fp32", action="store_true", default=False)
+        parser.add_argument(flag_of(name), dest=attribute, action="store_false")
+    parser.add_argument("--layers", type=_counts_or_auto)
+    parser.add_argument("--recompute", choices=get_args(Recompute))
     parser.set_defaults(**_OF_RUNS)
     return parser
 
@@ -302,9 +296,9 @@ def _write_out(args: Namespace) -> None:
     if args.microbatches is not None:
         args.overlap_grad_reduce = True
         args.overlap_param_gather = args.use_distributed_optimizer
-    for name in _SHARES:
+    for name in _DROPOUTS:
         if getattr(args, name) is None:
-            setattr(args, name, _DEFAULTS[name] if args.microbatches is None else 0.0)
+            setattr(args, name, 0.1 if args.microbatches is None else 0.0)
     if args.recompute == "none":
         args.transformer_impl, args.gradient_accumulation_fusion = "local", False
     elif args.recompute is not None:
@@ -315,7 +309,7 @@ def _write_out(args: Namespace) -> None:
         stages = args.pipeline_model_parallel_size * (args.segments or 1)
         if len(args.layers) != stages:
             raise ValueError(
-                f"--layers {','.join(map(str, args.layers))}: a plan of {stages} stages needs as "
-                "many numbers; give such"
+                f"{typed('--layers', args.layers)}: a plan of {stages} stages needs as many "
+                "numbers; give such"
             )
         args.pipeline_model_parallel_layout = layout_of(args.layers)

@@ -14,7 +14,7 @@ from megatron.fold3d.config.settings import asked
 from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
-from megatron.fold3d.policy import gradient_cut
+from megatron.fold3d.policy import grad_sync_cuts
 
 _ELSEWHERE = (AUTO, STOCK, *SPLIT_SCHEDULES)  # where weight gradients are is not the word's
 _NOT_EARLY = (
@@ -78,7 +78,7 @@ def cuts_every_segment(args: Namespace) -> bool:
     wrong values if there is padding between two buckets. And norms are summed shard by shard, so a
     clipped update would differ from stock's in the last digit.
     """
-    return bool(args.overlap_grad_reduce) and gradient_cut.cuts_every_segment(
+    return bool(args.overlap_grad_reduce) and grad_sync_cuts.cuts_every_segment(
         one_queue=has_one_queue(args), distributed_optimizer=args.use_distributed_optimizer
     )
 

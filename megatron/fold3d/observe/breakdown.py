@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
-from megatron.fold3d.observe.timeline import Lane, Timeline
+from megatron.fold3d.observe.timeline import Lane, Timeline, covered_s
 from megatron.fold3d.observe.trace_files import RankTrace
 
 COLUMNS = {
@@ -42,7 +42,6 @@ class Breakdown:
     """One row: seconds of an iteration as means over ranks, and other known quantities.
 
     Attributes:
-        iteration: seconds, the mean over all ranks.
         of_rank: each rank's own seconds.
         device_bytes: the most that any GPU held; None where there is none.
         host_bytes: the most that any process held.
@@ -57,8 +56,7 @@ class Breakdown:
             iteration's forward; None where nothing is deferred.
     """
 
-    iteration: Exposure
-    of_rank: tuple[Exposure, ...] = ()
+    of_rank: tuple[Exposure, ...]
     device_bytes: float | None = None
     host_bytes: float | None = None
     flops: Flops | None = None
@@ -68,16 +66,19 @@ class Breakdown:
     tp_sync_s: float | None = None
     ep_sync_s: float | None = None
 
+    @property
+    def iteration(self) -> Exposure:
+        """Seconds, the mean over all ranks."""
+        return mean(self.of_rank)
 
-def measured(
-    ranks: Sequence[RankTrace], timeline: Timeline, flops: Flops | None = None
-) -> Breakdown:
+
+def measured(ranks: Sequence[RankTrace], timeline: Timeline, model_flops: float = 0.0) -> Breakdown:
     """Return the row of a traced pipeline; bytes are the maximum over all ranks of the run.
 
     Args:
         ranks: all that were traced.
         timeline: of the pipeline.
-        flops: of one micro-batch; by default as traced, if there are GPUs.
+        model_flops: the model's of one micro-batch; by default as traced, if there are GPUs.
     """
     iterations = [iteration for rank in ranks for iteration in rank.iterations]
     device = [i.gpu_memory_bytes for i in iterations if i.gpu_memory_bytes is not None]
@@ -86,18 +87,16 @@ def measured(
         return [iteration.counts[name] for iteration in iterations if name in iteration.counts]
 
     shares, of_rank = counted("deferred_grad_sync_share"), exposure_of_ranks(timeline)
-    row = mean(of_rank)
     # Tensor-parallel ranks of a replica share one micro-batch.
     replicas = 1 + max(rank.dp_rank for rank in ranks)
-    per_gpu_s = ranks[0].num_microbatches * replicas / len(ranks) / row.total_s
-    if flops is None and device and (model := ranks[0].microbatch_flops):
-        flops = Flops(model, model + ranks[0].recomputed_flops)
+    per_gpu_s = ranks[0].num_microbatches * replicas / len(ranks) / mean(of_rank).total_s
+    model = model_flops or (ranks[0].microbatch_flops if device else 0.0)
+    flops = Flops(model, model + ranks[0].recomputed_flops).times(per_gpu_s)
     return Breakdown(
-        iteration=row,
         of_rank=of_rank,
         device_bytes=max(device, default=None),
         host_bytes=max(iteration.host_memory_bytes for iteration in iterations),
-        flops=flops.times(per_gpu_s) if flops else None,
+        flops=flops if model else None,
         offloaded_bytes=max(counted("offloaded_bytes"), default=None),
         deferred_share=fmean(shares) if shares else None,
         tp_sync_s=layer_sync_s(timeline, Lane.TP_SYNC),
@@ -124,13 +123,7 @@ def layer_sync_s(timeline: Timeline, lane: Lane) -> float | None:
     if not any(spans):
         return None
     iterations = len(timeline.iteration_ends_s(0))
-    under_way_s = 0.0
-    for of_rank in spans:
-        until_s = 0.0
-        for span in of_rank:  # in the order of their start
-            under_way_s += max(0.0, span.end_s - max(until_s, span.start_s))
-            until_s = max(until_s, span.end_s)
-    return under_way_s / (timeline.num_ranks * iterations)
+    return sum(map(covered_s, spans)) / (timeline.num_ranks * iterations)
 
 
 def shown_columns(*rows: Exposure) -> list[str]:

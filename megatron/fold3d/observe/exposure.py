@@ -66,55 +66,44 @@ def _rank_exposure(timeline: Timeline, rank: int, iteration: int, makespan_s: fl
         return Exposure(bubble_s=timeline.period_s or makespan_s)
     number = range(len(ends))[iteration]
     spans = [span for span in timeline.ranks[rank] if span.iteration == number]
-    arrivals = {span.action: span for span in spans if span.lane is Lane.P2P and span.action}
-    copies = {span.action: span for span in spans if span.lane is Lane.COPY and span.action}
+    arriving = (Lane.P2P, Lane.COPY)
+    arrivals = {span.action: span for span in spans if span.lane in arriving and span.action}
     seconds = dict.fromkeys(Exposure.__dataclass_fields__, 0.0)
     free_s = ends[number - 1] if number else 0.0
     for span in (span for span in spans if span.lane in BUSY_LANES):
         if span.start_s > free_s:
-            _count_gap(seconds, free_s, span, arrivals, copies)
-        seconds[_column(span)] += span.duration_s
+            _count_gap(seconds, free_s, span, arrivals)
+        seconds[column(span)] += span.duration_s
         free_s = span.end_s
     if len(ends) == 1:  # alone, an iteration lasts until its last rank is done
         seconds["bubble_s"] += makespan_s - free_s
     return Exposure(**seconds)
 
 
-def _column(span: Span) -> str:
-    if span.lane is Lane.OPTIMIZER:
-        return "optimizer_s"
+def column(span: Span) -> str:
+    """Return the column of a span; backwards, and what belongs to them, are one."""
     if span.lane is Lane.WAIT:
         if span.action is None:
             return "bubble_s"
         return "p2p_s" if span.action.op in P2P_OPS else "grad_sync_s"
-    return computed(span)
-
-
-def computed(span: Span) -> str:
-    """Return the column of a computation: backwards, and what belongs to them, are one."""
+    if span.lane is not Lane.COMPUTE:
+        return f"{span.lane}_s"
     forward = span.action is not None and TABLE[span.action.op].kind == "forward"
     return "forward_s" if forward else "backward_s"
 
 
 def _count_gap(
-    seconds: dict[str, float],
-    free_s: float,
-    span: Span,
-    arrivals: dict[Action, Span],
-    copies: dict[Action, Span],
+    seconds: dict[str, float], free_s: float, span: Span, arrivals: dict[Action, Span]
 ) -> None:
     """Divide the time before a computation into its message, its reload and the bubble."""
     bubble_s, until_s = span.start_s - free_s, span.start_s
     if span.action is not None and (read := message_to(span.action)) is not None:
-        message = arrivals.get(read)
-        reload = copies.get(reload_to(span.action))
-        causes = [
-            (c, name) for c, name in ((message, "p2p_s"), (reload, "copy_s")) if c is not None
-        ]
-        for cause, column in sorted(causes, key=lambda pair: pair[0].end_s, reverse=True):
+        waits = ((read, "p2p_s"), (reload_to(span.action), "copy_s"))
+        causes = [(arrivals[action], name) for action, name in waits if action in arrivals]
+        for cause, name in sorted(causes, key=lambda pair: pair[0].end_s, reverse=True):
             began_s = max(free_s, cause.start_s)
             if (exposed_s := min(until_s, cause.end_s) - began_s) > 0:
-                seconds[column] += exposed_s
+                seconds[name] += exposed_s
                 bubble_s -= exposed_s
                 until_s = began_s
     seconds["bubble_s"] += bubble_s

@@ -2,8 +2,8 @@
 
 import json
 import tomllib
-from collections.abc import Iterable
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Container
+from dataclasses import MISSING, fields
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -29,21 +29,14 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: not text in UTF-8") from None
 
 
-def parse_json(text: str) -> Any:
-    """Return the value of a JSON text.
+def parse_json(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
+    """Return the value of a text in JSON, or in the language that ``parse`` reads.
 
     Raises:
-        ValueError: the text is not JSON.
+        ValueError: the text is not in it.
     """
     try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _parse_toml(text: str) -> Any:
-    try:
-        return tomllib.loads(text)
+        return parse(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -60,7 +53,8 @@ def from_file[T](path: Path, kind: type[T], what: str) -> T:
         ValueError: the file cannot be read, or its fields are not those of the class.
     """
     try:
-        found = (_parse_toml if path.suffix == ".toml" else parse_json)(read_text(path))
+        parse = tomllib.loads if path.suffix == ".toml" else json.loads
+        found = parse_json(read_text(path), parse)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"cannot read a {what} from {path}: {reason}") from None
@@ -85,7 +79,7 @@ def from_file[T](path: Path, kind: type[T], what: str) -> T:
         raise ValueError(f"{path}: {error}") from None
 
 
-def check_fields(of: Any, *, may_be_zero: Iterable[str] = ()) -> None:
+def check_fields(of: Any, *, may_be_zero: Container[str] = ()) -> None:
     """Check that the fields of a data class hold numbers, text and truth values as they should.
 
     Args:
@@ -95,15 +89,23 @@ def check_fields(of: Any, *, may_be_zero: Iterable[str] = ()) -> None:
     Raises:
         ValueError: one is of another type or, of numbers, not finite, negative, or zero.
     """
-    zero = frozenset(may_be_zero)
     for field in fields(of):
-        value = getattr(of, field.name)
-        if field.type in (int, float):
-            _check_number(field, value, may_be_zero=field.name in zero or field.default == 0)
-        elif field.type is str and not isinstance(value, str):
-            raise ValueError(f"found {field.name}={value!r}; it is text")
-        elif field.type is bool and not isinstance(value, bool):
-            raise ValueError(f"found {field.name}={value!r}; it is true or false")
+        value, name = getattr(of, field.name), field.name
+        if field.type is str and not isinstance(value, str):
+            raise ValueError(f"found {name}={value!r}; it is text")
+        if field.type is bool and not isinstance(value, bool):
+            raise ValueError(f"found {name}={value!r}; it is true or false")
+        if field.type not in (int, float):
+            continue
+        if not is_number(value):
+            raise ValueError(f"found {name}={value!r}; it is a number")
+        if field.type is int and not isinstance(value, int):
+            raise ValueError(f"found {name}={value}; it is a whole number")
+        zero = field.default == 0 or name in may_be_zero
+        if value < 0 or (value == 0 and not zero):
+            raise ValueError(
+                f"found {name}={value}; it is {'zero or more' if zero else 'above zero'}"
+            )
 
 
 def is_number(value: object) -> bool:
@@ -114,13 +116,3 @@ def is_number(value: object) -> bool:
         return isfinite(value)
     except OverflowError:  # a whole number beyond what a float holds
         return False
-
-
-def _check_number(field: Field[Any], value: Any, *, may_be_zero: bool) -> None:
-    if not is_number(value):
-        raise ValueError(f"found {field.name}={value!r}; it is a number")
-    if field.type is int and not isinstance(value, int):
-        raise ValueError(f"found {field.name}={value}; it is a whole number")
-    if value < 0 or (value == 0 and not may_be_zero):
-        rule = "zero or more" if may_be_zero else "above zero"
-        raise ValueError(f"found {field.name}={value}; it is {rule}")

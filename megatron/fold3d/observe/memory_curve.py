@@ -121,7 +121,7 @@ def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Ch
 
 def _between_uses(spans: Sequence[Span], freed_bytes: Sequence[float]) -> Iterator[_Change]:
     freed = set()
-    for lane, start_s, _, action, _ in sorted(spans, key=_start_s) if freed_bytes else ():
+    for lane, start_s, _, action, _ in spans if freed_bytes else ():
         if action is None or lane is not Lane.COMPUTE:
             continue
         stage, op, microbatch = action
@@ -131,10 +131,6 @@ def _between_uses(spans: Sequence[Span], freed_bytes: Sequence[float]) -> Iterat
         elif TABLE[op].takes == "gradient" and stage in freed:
             freed.remove(stage)
             yield start_s, freed_bytes[stage]
-
-
-def _start_s(span: Span) -> float:
-    return span.start_s
 
 
 def _at_step(spans: Sequence[Span], more_bytes: float) -> Iterator[_Change]:

@@ -288,8 +288,3 @@ def compare_losses(runs: Sequence[Run]) -> LossAgreement:
 
 def _losses(rows: Iterable[LoggedIteration]) -> dict[int, float]:
     return {row.number: row.loss for row in rows if row.loss is not None}
-
-
-def time_to_loss(run: Run, loss: float) -> float | None:
-    """Return after how many seconds a run first reached a loss; None if it never did."""
-    return next((time_s for time_s, found in run.loss_over_time() if found <= loss), None)

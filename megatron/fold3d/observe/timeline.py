@@ -92,10 +92,15 @@ class Timeline:
         )
 
     @property
-    def period_s(self) -> float:
-        """Time of the last iteration, from the end of the one before it; each on its last rank."""
+    def ends_s(self) -> tuple[float, ...]:
+        """The ends of the iterations in seconds, each on its last rank."""
         of_ranks = filter(None, map(self.iteration_ends_s, range(self.num_ranks)))  # some may idle
-        ends: list[float] = [0.0, 0.0, *map(max, zip(*of_ranks, strict=False))]
+        return tuple(map(max, zip(*of_ranks, strict=False)))
+
+    @property
+    def period_s(self) -> float:
+        """Time of the last iteration, from the end of the one before it."""
+        ends = (0.0, 0.0, *self.ends_s)
         return ends[-1] - ends[-2]
 
     def lane(self, rank: int, lane: Lane) -> tuple[Span, ...]:
@@ -131,6 +136,15 @@ def by_row(spans: Iterable[Span]) -> dict[Lane, list[Span]]:
     for span in spans:
         rows[Lane.COMPUTE if span.lane in BUSY_LANES else span.lane].append(span)
     return rows
+
+
+def covered_s(spans: Iterable[Span]) -> float:
+    """Return the seconds in which at least one of the spans is under way."""
+    total_s, until_s = 0.0, 0.0
+    for _, start_s, end_s, *_ in sorted(spans, key=itemgetter(1)):
+        total_s += max(0.0, end_s - max(start_s, until_s))
+        until_s = max(until_s, end_s)
+    return total_s
 
 
 def queued(spans: Iterable[Span]) -> list[Span]:

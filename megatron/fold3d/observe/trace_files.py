@@ -216,7 +216,8 @@ def pipeline(ranks: Sequence[RankTrace], number: int = 0) -> tuple[RankTrace, ..
     """
     # Look for one position more than there are ranks, not for as many as a file may claim.
     positions = range(min(ranks[0].num_ranks, len(ranks) + 1))
-    at = [_at(ranks, position) for position in positions]
+    by_rank = sorted(ranks, key=lambda rank: rank.rank)
+    at = [[rank for rank in by_rank if rank.pp_rank == position] for position in positions]
     counts = [len(found) for found in at]
     if 0 < max(counts) == min(counts) <= number:
         raise ValueError(f"found no pipeline {number}; the last one is {max(counts) - 1}")
@@ -226,7 +227,3 @@ def pipeline(ranks: Sequence[RankTrace], number: int = 0) -> tuple[RankTrace, ..
             f"{counts.index(min(counts))}; collect the files of all nodes in one folder"
         )
     return tuple(found[number] for found in at)
-
-
-def _at(ranks: Sequence[RankTrace], position: int) -> list[RankTrace]:
-    return sorted((r for r in ranks if r.pp_rank == position), key=lambda rank: rank.rank)

@@ -11,12 +11,7 @@ from math import inf
 
 from megatron.fold3d.observe.messages import message_to, send_of, source_of
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline
-from megatron.fold3d.observe.trace_files import (
-    LANES,
-    Event,
-    IterationTrace,
-    RankTrace,
-)
+from megatron.fold3d.observe.trace_files import LANES, Event, IterationTrace, RankTrace
 from megatron.fold3d.plan.ir import Action, PlanError, gc_paused
 from megatron.fold3d.plan.ops import SYNC_OPS
 
@@ -34,24 +29,21 @@ def to_timeline(ranks: Sequence[RankTrace]) -> Timeline:
     if not common:
         raise ValueError("found no iteration that all ranks recorded; trace again")
     recorded = [[row for row in rank.iterations if row.iteration in common] for rank in ranks]
+    began_s = recorded[0][0].start_s
     clocks = [
-        [
-            _Clocked(row, number, row.start_s - recorded[0][0].start_s)
-            for number, row in enumerate(rows)
-        ]
+        [_Clocked(row, number, row.start_s - began_s) for number, row in enumerate(rows)]
         for rows in recorded
     ]
-    spans = [[span for clocked in rows for span in clocked.spans()] for rows in clocks]
     messages = [list(_messages(clocks, rank)) for rank in range(len(ranks))]
     offsets_s = _offsets(messages)
     start_s = min(rows[0].start_s + offsets_s[rank] for rank, rows in enumerate(clocks))
     offsets_s = [offset_s - start_s for offset_s in offsets_s]
     timeline = Timeline.of(
         [
-            [_moved(span, offsets_s[rank]) for span in spans[rank]]
-            + [m.span(offsets_s) for m in messages[rank]]
-            for rank in range(len(ranks))
+            *(s for c in rows for s in spans_of(c.row, c.number, c.start_s + offset_s)),
+            *(message.span(offsets_s) for message in received),
         ]
+        for rows, received, offset_s in zip(clocks, messages, offsets_s, strict=True)
     )
     if (found := timeline.num_segments) > ranks[0].num_segments:
         raise ValueError(
@@ -60,9 +52,27 @@ def to_timeline(ranks: Sequence[RankTrace]) -> Timeline:
     return timeline
 
 
-def spans_of(row: IterationTrace) -> list[Span]:
-    """Return the spans of an iteration that need only one rank's clock: all but messages."""
-    return list(_Clocked(row, 0, 0.0).spans())
+def spans_of(row: IterationTrace, number: int = 0, zero_s: float = 0.0) -> Iterator[Span]:
+    """Yield the spans of an iteration that need only one rank's clock: all but messages.
+
+    A span inside another one interrupts it.
+
+    Args:
+        row: the iteration.
+        number: its number among those that are shown.
+        zero_s: its start.
+    """
+    events = sorted(_in_turns(row.events), key=lambda event: (event.start_s, -event.end_s))
+    shown = [(e, _action(e.name)) for e in events if e.kind != "p2p" and not _is_gap(e)]
+    busy = [event for event, _ in shown if LANES[event.kind] in BUSY_LANES]
+    position = 0
+    for event, action in shown:
+        lane, pieces = LANES[event.kind], [(event.start_s, event.end_s)]
+        if lane in BUSY_LANES:
+            position += 1
+            pieces = list(_pieces(event, busy, position))
+        for start_s, end_s in pieces:
+            yield Span(lane, zero_s + start_s, zero_s + end_s, action, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +82,6 @@ class _Clocked:
     row: IterationTrace
     number: int
     start_s: float
-
-    def spans(self) -> Iterator[Span]:
-        """Yield the rank's own spans; a span inside another one interrupts it."""
-        events = sorted(_in_turns(self.row.events), key=lambda event: (event.start_s, -event.end_s))
-        shown = [(e, _action(e.name)) for e in events if e.kind != "p2p" and not _is_gap(e)]
-        busy = [event for event, _ in shown if LANES[event.kind] in BUSY_LANES]
-        position = 0
-        for event, action in shown:
-            lane, pieces = LANES[event.kind], [(event.start_s, event.end_s)]
-            if lane in BUSY_LANES:
-                position += 1
-                pieces = list(_pieces(event, busy, position))
-            for start_s, end_s in pieces:
-                start_s, end_s = self.start_s + start_s, self.start_s + end_s
-                yield Span(lane, start_s, end_s, action, self.number)
 
     def times(self) -> Mapping[Action, tuple[float, float]]:
         """Return when each computation and transfer began and ended."""
@@ -204,10 +199,6 @@ def _in_turns(events: Sequence[Event]) -> Iterator[Event]:
             cut[id(first)] = cut[id(first)]._replace(end_s=middle_s)
             cut[id(second)] = second._replace(start_s=middle_s)
     return (cut.get(id(event), event) for event in events)
-
-
-def _moved(span: Span, by_s: float) -> Span:
-    return span._replace(start_s=span.start_s + by_s, end_s=span.end_s + by_s) if by_s else span
 
 
 def _is_gap(event: Event) -> bool:

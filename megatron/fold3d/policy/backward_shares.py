@@ -7,9 +7,8 @@ within that time makes no difference, since the forward needs none of them earli
 """
 
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from math import inf
 
 FIRST_SHARE = 0.5  # the share of every segment until times have been measured
 
@@ -50,12 +49,3 @@ def forwards_before_gather(rest: float, gathered: float, num_microbatches: int) 
         num_microbatches: micro-batches of a segment.
     """
     return round(num_microbatches * rest / (rest + gathered)) if rest else 0
-
-
-def busy_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the total time covered by at least one of the (start, end) ``spans``."""
-    total_s, until_s = 0.0, -inf
-    for start_s, end_s in sorted(spans):
-        total_s += max(0.0, end_s - max(start_s, until_s))
-        until_s = max(until_s, end_s)
-    return total_s

@@ -8,6 +8,7 @@ from typing import Self
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 
 _LEAST_S = 1e-9  # no clock sees less
+_USABLE = 0.9  # of free memory; the rest is for fragmentation, other processes and variation
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +75,8 @@ class MeasuredTimes:
         of_stage = [f"{name} {s * 1e3:.3g} ms" for name, s in named.items() if s]
         of_lanes = [f"{name} {line}" for name, line in self.lanes.items() if line.s_per_byte]
         return ", ".join(of_stage + of_lanes)
+
+
+def usable_bytes(free_bytes: float) -> float:
+    """Return how much may be predicted to be taken of memory that is free; more is never tried."""
+    return _USABLE * max(0.0, free_bytes)

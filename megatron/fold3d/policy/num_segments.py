@@ -4,8 +4,9 @@ More segments hide more of DP.sync and shrink the bubble. But each segment also 
 micro-batch through all ranks once more, and adds overhead.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +41,18 @@ def by_rule(
         grad_sync_s: DP.sync of all of a rank's gradients.
         num_microbatches: per iteration.
     """
-    *_, chosen = _fitting(options, compute_s, message_s, grad_sync_s, num_microbatches)
-    return chosen
+    microbatches = num_microbatches
+    hidden_s = {
+        ns: overlapping_s(2 * ns * microbatches * message_s, grad_sync_s, ns, microbatches)
+        for ns in sorted(options)  # twice: a forward's and a backward's message
+    }
+    fitting = list(takewhile(lambda ns: hidden_s[ns] <= compute_s, hidden_s))
+    chosen, verb = (fitting[-1], "fit") if fitting else (min(hidden_s), "do not even fit")
+    return Segments(
+        num_segments=chosen,
+        reason=f"{hidden_s[chosen]:.3g} s of PP.sync and DP.sync {verb} behind {compute_s:.3g} s "
+        f"of computation with {chosen} segments",
+    )
 
 
 def by_iteration_time(iteration_s: Mapping[int, float], tolerance: float) -> Segments:
@@ -66,24 +77,3 @@ def overlapping_s(
     """
     first_microbatch, first_segment = p2p_s / num_microbatches, grad_sync_s / num_segments
     return (p2p_s - first_microbatch) + (grad_sync_s - first_segment)
-
-
-def _fitting(
-    options: Iterable[int],
-    compute_s: float,
-    message_s: float,
-    grad_sync_s: float,
-    num_microbatches: int,
-) -> Iterator[Segments]:
-    for index, segments in enumerate(sorted(options)):
-        messages_s = 2 * segments * num_microbatches * message_s  # a forward's and a backward's
-        hidden_s = overlapping_s(messages_s, grad_sync_s, segments, num_microbatches)
-        fits = hidden_s <= compute_s
-        if not fits and index:
-            return
-        verb = "fit" if fits else "do not even fit"
-        yield Segments(
-            num_segments=segments,
-            reason=f"{hidden_s:.3g} s of PP.sync and DP.sync {verb} behind {compute_s:.3g} s of "
-            f"computation with {segments} segments",
-        )

@@ -4,19 +4,53 @@ Each rank chooses for itself, since its copies to and from the host do not affec
 """
 
 import logging
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 
-from megatron.fold3d.plan.ir import Op, Plan, Program
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.ops import COPY_OPS, TABLE, Place
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
-from megatron.fold3d.policy.copy_streams import CopyStreams
-from megatron.fold3d.policy.usable_memory import usable_bytes
+from megatron.fold3d.policy.measured_times import usable_bytes
 
 logger = logging.getLogger(__name__)
 
 _HIDDEN = 0.01  # waits for copies below this share of compute time count as none
 _MOST_DEPTH = 8
+_Key = tuple[int, int | None]  # stage, micro-batch
+
+
+class CopyStreams:
+    """The two copy streams of a rank, one for each direction, also for the simulator.
+
+    All times are seconds from one arbitrary origin. If streams share hardware queues, the rules of
+    `megatron.fold3d.plan.device_queues` apply as well.
+
+    compute     F0        F1        F2        ...  B1        B0
+    to host        [OFFLOAD0 ][OFFLOAD1 ]
+    to device                                 [RELOAD1 ][RELOAD0 ]
+    """
+
+    def __init__(self) -> None:
+        self._free_s = dict.fromkeys(COPY_OPS, 0.0)  # when a stream's last copy ends
+        self._on_host_s: dict[_Key, float] = {}  # when an activation's last OFFLOAD ends
+
+    def start_copy(self, copy: Action, now_s: float, seconds: float) -> float:
+        """Return when a copy starts that is issued at ``now_s`` and takes ``seconds``.
+
+        It starts when the copies before it on its stream have ended. A RELOAD starts no earlier
+        than the end of its activation's OFFLOAD.
+        """
+        stage, op, microbatch = copy
+        start_s = max(now_s, self._free_s[op])
+        leaves = TABLE[op].place is Place.TO_HOST
+        if not leaves:
+            start_s = max(start_s, self._on_host_s.get((stage, microbatch), 0.0))
+        end_s = self._free_s[op] = start_s + seconds
+        if leaves:
+            self._on_host_s[stage, microbatch] = end_s
+        return start_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +168,12 @@ def _fewest(program: Program, depth: int, most_held: int) -> int:
 
     If even offloading all leaves more on the device, return all.
     """
-    low, high = 0, sum(action.op is Op.FORWARD for action in program)
-    while low < high:
-        middle = (low + high) // 2
-        if _peak(program, OffloadChoice(middle, depth)) <= most_held:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    most = sum(action.op is Op.FORWARD for action in program)
+
+    def fits(at_most: int) -> bool:
+        return _peak(program, OffloadChoice(at_most, depth)) <= most_held
+
+    return bisect_left(range(most), True, key=fits)
 
 
 def _most_hidden(program: Program, measured: OffloadTimes, depth: int, needed: int) -> int:
@@ -149,20 +181,12 @@ def _most_hidden(program: Program, measured: OffloadTimes, depth: int, needed: i
     enough_s = _HIDDEN * _computed_s(program, measured)
 
     def is_hidden(at_most: int) -> bool:
-        return (
-            waits_s(offloaded(program, OffloadChoice(at_most, depth)), measured, depth) <= enough_s
-        )
+        copied = offloaded(program, OffloadChoice(at_most, depth))
+        return waits_s(copied, measured, depth) <= enough_s
 
     if is_hidden(needed):
         return needed
-    low, high = 0, needed - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if is_hidden(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(range(1, needed), True, key=lambda at_most: not is_hidden(at_most))
 
 
 def _peak(program: Program, choice: OffloadChoice) -> int:

@@ -91,7 +91,12 @@ def best_partition(
         search.look_at(_balanced(start, times))
     while search.moves_one_layer():
         pass
-    return search.found(is_exact=times is not None and search.looks_at_all(start, times))
+    return Partition(
+        is_exact=times is not None and search.looks_at_all(start, times),
+        layers=search.best,
+        iteration_s=search.best_s,
+        simulated=len(search.known),
+    )
 
 
 class _Search:
@@ -104,39 +109,31 @@ class _Search:
         most_simulated: int,
     ) -> None:
         self._iteration_s, self._times, self._left = iteration_s, times, most_simulated
-        self._known: dict[Layers, float] = {}
-        self._best: Layers = ()
-        self._best_s = inf
-
-    def found(self, *, is_exact: bool) -> Partition:
-        return Partition(
-            layers=self._best,
-            iteration_s=self._best_s,
-            is_exact=is_exact,
-            simulated=len(self._known),
-        )
+        self.known: dict[Layers, float] = {}
+        self.best: Layers = ()
+        self.best_s = inf
 
     def look_at(self, layers: Layers) -> None:
-        if layers in self._known:
+        if layers in self.known:
             return
         self._left -= 1
-        seconds = self._known[layers] = self._iteration_s(layers)
-        if not self._best or seconds < self._best_s * (1 - _ALIKE):
-            self._best, self._best_s = layers, seconds
+        seconds = self.known[layers] = self._iteration_s(layers)
+        if not self.best or seconds < self.best_s * (1 - _ALIKE):
+            self.best, self.best_s = layers, seconds
 
     def moves_one_layer(self) -> bool:
         """Make the most promising move of one layer that helps; return whether there was one."""
-        before = self._best
+        before = self.best
         if self._left > 0:
             self._look_at_those_that_could_be_better(list(_moves(before)), only_one=True)
-        return self._best != before
+        return self.best != before
 
     def looks_at_all(self, start: Layers, times: RankTimes) -> bool:
         """Try all layouts that could be better; return False if there are too many of them."""
-        if self._best_s == inf:
+        if self.best_s == inf:
             return False
         most = [
-            int(min(sum(start), times.most_layers(rank, self._best_s * (1 + _ALIKE))))
+            int(min(sum(start), times.most_layers(rank, self.best_s * (1 + _ALIKE))))
             for rank in range(len(times.rank_s))
         ]
         layouts = _layouts(sum(start), len(start), most)
@@ -154,14 +151,14 @@ class _Search:
             layouts: the layouts to try.
             only_one: whether to stop at the first one that is better.
         """
-        before = self._best
+        before = self.best
         for layers in sorted(layouts, key=self._bound_s):
-            if self._bound_s(layers) >= self._best_s * (1 - _ALIKE):
+            if self._bound_s(layers) >= self.best_s * (1 - _ALIKE):
                 return True  # as all that follow
-            if layers not in self._known and self._left <= 0:
+            if layers not in self.known and self._left <= 0:
                 return False
             self.look_at(layers)
-            if only_one and self._best != before:
+            if only_one and self.best != before:
                 return True
         return True
 

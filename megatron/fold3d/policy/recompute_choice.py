@@ -10,31 +10,12 @@ memory and choose for themselves (Merak Sec. 5.2, extended from ranks to segment
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import WHOLE, Op, Program
+from megatron.fold3d.plan.ops import WEIGHT_OPS
 from megatron.fold3d.plan.passes.weight_grads import split_stages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBytes:
-    """The parts of a rank's memory, in bytes.
-
-    Attributes:
-        static: parameters, gradients, the optimizer's state and everything else that stays.
-        working: bytes that the running computation needs, such as for the layer that it recomputes.
-        kept: one layer's activations of one micro-batch, if it is not recomputed.
-        recomputed: the bytes that stay of such layers if they are recomputed: their inputs.
-        limit: the limit of all of these together.
-        beside: the bytes of a stage's micro-batch outside of layers, such as logits.
-    """
-
-    static: float
-    working: float
-    kept: float
-    recomputed: float
-    limit: float
-    beside: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,49 +46,73 @@ class CountsChoice:
     peak_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Moment:
-    """A backward or an early recomputation at which a rank's memory may peak.
+class _Moment(NamedTuple):
+    """An action that frees activations, or an early recomputation, at which memory may peak.
 
     Attributes:
-        held: by stage, the number of micro-batches held.
-        whole: by stage, how many of these have recomputed all their layers already.
+        live: by stage, the micro-batches that hold its kept layers alone, not all layers.
+        fixed: bytes that no choice can free: inputs, and all layers of what is recomputed already.
         recomputing: the stage whose backward recomputes layer by layer. The backward of the kept
             layers, the last ones, has ended by then, so memory grows only if it keeps no layer.
     """
 
-    held: tuple[tuple[int, int], ...]
-    whole: tuple[tuple[int, int], ...]
+    live: tuple[tuple[int, int], ...]
+    fixed: float
     recomputing: int | None
 
+    def bytes(self, stages: Mapping[int, StageBytes], kept: Mapping[int, int]) -> float:
+        """Return what the rank's activations take if stages keep so many layers."""
+        layers = sum(count * kept[stage] for stage, count in self.live)
+        alone = self.recomputing
+        layers += alone is not None and kept[alone] == 0 < stages[alone].layers
+        return self.fixed + layers * _of_a_kept_layer(stages)
 
-def fewest_counts(program: Program, stages: Mapping[int, StageBytes], limit: float) -> CountsChoice:
+    def covers(self, other: "_Moment") -> bool:
+        """Tell whether this moment takes no less than another, whatever stages keep."""
+        of_both = other.recomputing in (None, self.recomputing)
+        live = dict(self.live)
+        holds = all(live.get(stage, 0) >= count for stage, count in other.live)
+        return of_both and holds and self.fixed >= other.fixed
+
+
+def fewest_counts(
+    program: Program,
+    stages: Mapping[int, StageBytes],
+    limit: float,
+    *,
+    beside: float = 0.0,
+    in_backwards: bool = True,
+) -> CountsChoice:
     """Return the fewest layers of each stage that have to be recomputed.
 
+    Among several such choices, take the one with the lowest peak memory.
+
     Args:
-        program: the program of the rank; its backwards are whole.
-        stages: the stages of the rank, as measured.
-        limit: the most bytes that saved activations may take.
+        program: the program of the rank.
+        stages: the stages of the rank, as measured or predicted.
+        limit: the most bytes that saved activations may take with what is beside them.
+        beside: bytes that stay, such as parameters.
+        in_backwards: whether the layer that a backward recomputes counts. Where weight gradients
+            are split from their backwards, it has to be among the bytes that stay.
 
     Raises:
         ValueError: they take more even if all layers are recomputed.
     """
     layers = {stage: its.layers for stage, its in stages.items()}
-    moments = _worst_moments(program)
+    moments = _worst_moments(program, stages, in_backwards=in_backwards)
+    limit -= beside
     all_kept = _peak(moments, stages, layers)
     if all_kept <= limit:
         return CountsChoice(recomputed=dict.fromkeys(layers, 0), peak_bytes=all_kept)
     if (least := _peak(moments, stages, dict.fromkeys(layers, 0))) > limit:
-        raise ValueError(_too_little(least, limit))
-    each = _of_a_kept_layer(stages)
+        raise ValueError(
+            f"found {beside + least:.0f} bytes with all layers recomputed, and "
+            f"{beside + limit:.0f} bytes of memory; raise --pipeline-model-parallel-size or "
+            "--tensor-model-parallel-size, or give --offload-activations on"
+        )
     # In layers of one micro-batch: what each moment has room for beside what is always there.
-    room = [int((limit - _bytes(moment, stages, {})) // each) for moment in moments]
-    live = [dict(moment.held) for moment in moments]
-    for moment, held in zip(moments, live, strict=True):
-        for stage, count in moment.whole:
-            held[stage] -= count
-    recomputing = [moment.recomputing for moment in moments]
-    kept = _Search(live, layers, room, recomputing).best()
+    room = [int((limit - moment.fixed) // _of_a_kept_layer(stages)) for moment in moments]
+    kept = _Search(moments, layers, room).best()
     return CountsChoice(
         recomputed={stage: count - kept[stage] for stage, count in layers.items()},
         peak_bytes=_peak(moments, stages, kept),
@@ -116,13 +121,18 @@ def fewest_counts(program: Program, stages: Mapping[int, StageBytes], limit: flo
 
 def peak_if_all_recomputed(program: Program, stages: Mapping[int, StageBytes]) -> float:
     """Return the bytes of a rank's saved activations, those of recomputation included."""
-    return _peak(_worst_moments(program), stages, dict.fromkeys(stages, 0))
+    moments = _worst_moments(program, stages, in_backwards=True)
+    return _peak(moments, stages, dict.fromkeys(stages, 0))
 
 
-def _worst_moments(program: Program) -> list[_Moment]:
-    """Return the moments at which memory may peak, without those that another one dominates."""
-    held: Counter[int] = Counter()
-    whole: Counter[int] = Counter()
+def _worst_moments(
+    program: Program, stages: Mapping[int, StageBytes], *, in_backwards: bool
+) -> list[_Moment]:
+    """Return the moments at which memory may peak, without those that another one covers."""
+    split = split_stages(program)
+    forwards = Counter(stage for stage, op, _ in program if op is Op.FORWARD)
+    held: Counter[int] = Counter()  # micro-batches by stage
+    whole: Counter[int] = Counter()  # those of them whose layers are all there again
     early = set[tuple[int, int | None]]()
     moments: set[_Moment] = set()
     for stage, op, microbatch in program:
@@ -131,118 +141,34 @@ def _worst_moments(program: Program) -> list[_Moment]:
         elif op is Op.RECOMPUTE:
             early.add((stage, microbatch))
             whole[stage] += 1
-        if op in (Op.RECOMPUTE, Op.BACKWARD):
-            alone = op is Op.BACKWARD and (stage, microbatch) not in early
+        if op in (Op.RECOMPUTE, Op.BACKWARD, *WEIGHT_OPS):
+            alone = in_backwards and op is Op.BACKWARD and (stage, microbatch) not in early
+            inputs = sum(count * stages[s].recomputed for s, count in held.items())
+            layers = sum(count * stages[s].layers for s, count in whole.items())
             moments.add(
                 _Moment(
-                    held=_sorted(held), whole=_sorted(whole), recomputing=stage if alone else None
+                    live=tuple(sorted((held - whole).items())),
+                    fixed=inputs + layers * _of_a_kept_layer(stages),
+                    recomputing=stage if alone else None,
                 )
             )
-        if op is Op.BACKWARD:
+        if op is Op.WEIGHT_PART:
+            held[stage] = forwards[stage] - forwards[stage] * (microbatch or 0) // WHOLE
+        elif op is (Op.WEIGHT if stage in split else Op.BACKWARD):
             held[stage] -= 1
             whole[stage] -= (stage, microbatch) in early
-
-    def covers(a: _Moment, b: _Moment) -> bool:
-        of_both = a.recomputing == b.recomputing or b.recomputing is None
-        return of_both and _covers(dict(a.held), dict(b.held)) and a.whole == b.whole
-
-    ordered = sorted(moments, key=lambda moment: (moment.held, moment.whole))
-    return [a for a in ordered if not any(a != b and covers(b, a) for b in ordered)]
-
-
-def _sorted(counts: Counter[int]) -> tuple[tuple[int, int], ...]:
-    return tuple(sorted((+counts).items()))  # + leaves out stages that hold none
+    ordered = sorted(moments, key=lambda moment: moment[:2])
+    return [a for a in ordered if not any(a != b and b.covers(a) for b in ordered)]
 
 
 def _peak(
     moments: Sequence[_Moment], stages: Mapping[int, StageBytes], kept: Mapping[int, int]
 ) -> float:
-    return max((_bytes(moment, stages, kept) for moment in moments), default=0.0)
-
-
-def _bytes(moment: _Moment, stages: Mapping[int, StageBytes], kept: Mapping[int, int]) -> float:
-    """Return the bytes of a moment; with an empty ``kept``, those that no choice can avoid."""
-    whole = dict(moment.whole)
-    layers = sum(count * stages[stage].layers for stage, count in whole.items())
-    layers += sum(
-        (count - whole.get(stage, 0)) * kept.get(stage, 0) for stage, count in moment.held
-    )
-    alone = moment.recomputing
-    layers += alone is not None and kept.get(alone) == 0 < stages[alone].layers
-    always = sum(count * stages[stage].recomputed for stage, count in moment.held)
-    return always + layers * _of_a_kept_layer(stages)
+    return max((moment.bytes(stages, kept) for moment in moments), default=0.0)
 
 
 def _of_a_kept_layer(stages: Mapping[int, StageBytes]) -> float:
     return max(its.kept for its in stages.values())
-
-
-def most_live(program: Program) -> tuple[Mapping[int, int], ...]:
-    """Return how many micro-batches of each stage a rank holds at once, at its worst moments.
-
-    A moment is left out if no stage holds more at it than at another moment.
-    """
-    split = split_stages(program)
-    now: Counter[int] = Counter()
-    moments: set[tuple[tuple[int, int], ...]] = set()
-    whole = Counter(stage for stage, op, _ in program if op is Op.FORWARD)
-    for stage, op, number in program:
-        if op is Op.FORWARD:
-            now[stage] += 1
-            moments.add(tuple(sorted((+now).items())))  # + leaves out stages that hold none
-        elif op is Op.WEIGHT_PART:
-            now[stage] = whole[stage] - whole[stage] * (number or 0) // WHOLE
-        elif op is (Op.WEIGHT if stage in split else Op.BACKWARD):
-            now[stage] -= 1
-    live = [dict(moment) for moment in sorted(moments)]
-    return tuple(a for a in live if not any(a != b and _covers(b, a) for b in live))
-
-
-def kept_layers(
-    live: Sequence[Mapping[int, int]], layers: Mapping[int, int], sizes: LayerBytes
-) -> dict[int, int]:
-    """Return how many layers each stage keeps, with the largest total that fits.
-
-    Among several such choices, take the one with the lowest peak memory.
-
-    Args:
-        live: what the rank's program holds: see `most_live`.
-        layers: the number of layers of each stage of the rank.
-        sizes: the bytes of the rank's layers.
-
-    Raises:
-        ValueError: the rank does not fit even if it keeps none.
-    """
-    rooms = [_room(moment, layers, sizes) for moment in live]
-    worst = min(rooms, default=0.0)
-    if worst < 0:
-        raise ValueError(_too_little(sizes.limit - worst, sizes.limit))
-    extra = sizes.kept - sizes.recomputed
-    if extra <= 0:
-        return dict(layers)
-    # In layers of one micro-batch: what each moment has room for.
-    room = [int(bytes_left // extra) for bytes_left in rooms]
-    return _Search(live, layers, room).best()
-
-
-def _too_little(found: float, limit: float) -> str:
-    return (
-        f"found {found:.0f} bytes with all layers recomputed, and {limit:.0f} bytes of memory; "
-        "raise --pipeline-model-parallel-size or --tensor-model-parallel-size, or give "
-        "--offload-activations on"
-    )
-
-
-def _room(moment: Mapping[int, int], layers: Mapping[int, int], sizes: LayerBytes) -> float:
-    held = sum(
-        count * (layers[stage] * sizes.recomputed + sizes.beside.get(stage, 0.0))
-        for stage, count in moment.items()
-    )
-    return sizes.limit - sizes.static - sizes.working - held
-
-
-def _covers(a: Mapping[int, int], b: Mapping[int, int]) -> bool:
-    return all(a.get(stage, 0) >= count for stage, count in b.items())
 
 
 class _Search:
@@ -251,22 +177,18 @@ class _Search:
     If there is only one moment, the first branch is already the best.
 
     Args:
-        live: micro-batches by stage, at each moment.
+        moments: those at which memory may peak.
         layers: the number of layers of each stage.
         room: the room at each moment, in layers of one micro-batch.
-        recomputing: the stage that takes one layer more at each moment if it keeps none.
     """
 
     def __init__(
-        self,
-        live: Sequence[Mapping[int, int]],
-        layers: Mapping[int, int],
-        room: Sequence[int],
-        recomputing: Sequence[int | None] = (),
+        self, moments: Sequence[_Moment], layers: Mapping[int, int], room: Sequence[int]
     ) -> None:
-        self._live, self._layers = live, layers
-        self._recomputing = recomputing or [None] * len(live)
-        held = {stage: max((m.get(stage, 0) for m in live), default=0) for stage in layers}
+        self._live = [dict(moment.live) for moment in moments]
+        self._recomputing = [moment.recomputing for moment in moments]
+        self._layers = layers
+        held = {stage: max((m.get(stage, 0) for m in self._live), default=0) for stage in layers}
         self._stages = sorted(layers, key=lambda stage: (held[stage], stage))
         self._room = tuple(room)
         self._best: tuple[int, int, dict[int, int]] = (-1, 0, {})

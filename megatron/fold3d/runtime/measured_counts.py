@@ -17,13 +17,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron.fold3d.plan.ir import Action, Plan
 from megatron.fold3d.plan.ops import COMPUTE_OPS, FORTH
+from megatron.fold3d.policy.measured_times import usable_bytes
 from megatron.fold3d.policy.recompute_choice import (
     CountsChoice,
     StageBytes,
     fewest_counts,
     peak_if_all_recomputed,
 )
-from megatron.fold3d.policy.usable_memory import usable_bytes
 from megatron.fold3d.runtime.device import free_device_bytes, held_device_bytes, peak_device_bytes
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.measure.run_recorder import RunRecorder

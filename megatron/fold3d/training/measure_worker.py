@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
-from megatron.fold3d.policy.ring_buffers import rings_are_buffered
+from megatron.fold3d.policy.grad_sync_cuts import rings_are_buffered
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.runtime.measure import lanes, timing
 

@@ -3,7 +3,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.fold3d.observe.report.draw import Pipeline, caption_of, draw, draw_together
+from megatron.fold3d.observe.report.draw import Pipeline, caption_of, draw
 from megatron.fold3d.observe.report.grid import to_text
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
@@ -25,13 +25,17 @@ def aiao(ranks: int = 2, segments: int = 2, microbatches: int = 4) -> tuple[Plan
     return plan, simulate(add_grad_sync(add_offload(plan)), costs)
 
 
+def alone(timeline: Timeline, title: str = "", caption: str = "") -> str:
+    return draw([Pipeline("", caption, timeline)], title=title)
+
+
 def boxes(svg: str, kind: str) -> list[ElementTree.Element]:
     rects = ElementTree.fromstring(svg).iter(f"{SVG}rect")
     return [rect for rect in rects if re.fullmatch(rf"{kind}-\d+", rect.get("class", ""))]
 
 
 def test_every_computation_is_a_box_and_every_grad_sync_a_thin_one():
-    svg = draw(aiao()[1])
+    svg = alone(aiao()[1])
     legend = 2  # one swatch per segment
     assert len(boxes(svg, "forward")) == 2 * 2 * 4 + legend
     assert len(boxes(svg, "backward")) == 2 * 2 * 4 + legend
@@ -43,14 +47,14 @@ def test_every_computation_is_a_box_and_every_grad_sync_a_thin_one():
 
 def test_weight_gradients_have_a_color_and_a_name_of_their_own():
     plan = delay_weight_grads(aiao()[0], [1])
-    svg = draw(simulate(plan, Costs.uniform(4)))
+    svg = alone(simulate(plan, Costs.uniform(4)))
     assert len(boxes(svg, "weight")) == 2 * 4 + 2
     assert ">weight gradient</text>" in svg
-    assert "weight" not in draw(aiao()[1]).replace('font-weight="bold"', "")
+    assert "weight" not in alone(aiao()[1]).replace('font-weight="bold"', "")
 
 
 def test_boxes_lie_inside_the_picture():
-    root = ElementTree.fromstring(draw(aiao()[1]))
+    root = ElementTree.fromstring(alone(aiao()[1]))
     width, height = float(root.get("width", 0)), float(root.get("height", 0))
     for rect in root.iter(f"{SVG}rect"):
         assert float(rect.get("x", 0)) >= 0
@@ -59,48 +63,48 @@ def test_boxes_lie_inside_the_picture():
 
 
 def test_equal_timelines_give_equal_bytes():
-    assert draw(aiao()[1], title="a") == draw(aiao()[1], title="a")
+    assert alone(aiao()[1], title="a") == alone(aiao()[1], title="a")
 
 
 def test_an_svg_loads_nothing_from_outside():
-    svg = draw(aiao()[1])
+    svg = alone(aiao()[1])
     assert not re.search(r"<script|<image|href|@import|url\(", svg)
     assert re.findall(r"https?://\S+?\"", svg) == ['http://www.w3.org/2000/svg"']
 
 
 def test_words_are_escaped():
-    root = ElementTree.fromstring(draw(aiao()[1], title='a < b & "c"', caption="<p>"))
+    root = ElementTree.fromstring(alone(aiao()[1], title='a < b & "c"', caption="<p>"))
     assert root.get("aria-label") == 'a < b & "c"'
     assert root.findtext(f"{SVG}title") == 'a < b & "c"'
 
 
 def test_numbers_vanish_from_boxes_that_are_too_narrow():
-    wide = draw(aiao(microbatches=4)[1]).count('class="n ')
-    narrow = draw(aiao(microbatches=128)[1]).count('class="n ')
+    wide = alone(aiao(microbatches=4)[1]).count('class="n ')
+    narrow = alone(aiao(microbatches=128)[1]).count('class="n ')
     assert narrow < wide
 
 
 def test_numbers_of_a_row_vanish_together():
     for microbatches in (11, 16, 20, 24, 32):
-        svg = draw(aiao(microbatches=microbatches)[1])
+        svg = alone(aiao(microbatches=microbatches)[1])
         assert (">9</text>" in svg) == (">10</text>" in svg)
-    assert ">10</text>" in draw(aiao(microbatches=11)[1])
+    assert ">10</text>" in alone(aiao(microbatches=11)[1])
 
 
 @pytest.mark.slow
 def test_a_large_plan_stays_a_small_file():
-    assert len(draw(aiao(ranks=16, segments=4, microbatches=128)[1])) < 1_000_000
+    assert len(alone(aiao(ranks=16, segments=4, microbatches=128)[1])) < 1_000_000
 
 
 def test_pipelines_drawn_together_share_a_time_axis_and_keep_their_shades():
     _, short = aiao(segments=1)
     _, long = aiao(segments=4)
     last_s = max(span.end_s for spans in long.ranks for span in spans)
-    alone = next(float(b.get("width", 0)) for b in boxes(draw(long), "backward"))
+    width = next(float(b.get("width", 0)) for b in boxes(alone(long), "backward"))
     pipelines = [Pipeline("a", "", short), Pipeline("b", "", long)]
-    svg = draw_together(pipelines, title="both", until_s=2 * last_s)
+    svg = draw(pipelines, title="both", until_s=2 * last_s)
     widths = {float(b.get("width", 0)) for b in boxes(svg, "backward")} - {16.1, 8.1}
-    assert [min(widths), max(widths)] == pytest.approx([alone / 2] * 2, abs=0.5)
+    assert [min(widths), max(widths)] == pytest.approx([width / 2] * 2, abs=0.5)
     texts = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
     assert texts.count("rank 0") == 2
     assert texts.count("time [s]") == 1
@@ -116,14 +120,14 @@ def test_the_legend_says_what_ranks_wait_for(sends: bool, syncs: bool):
     plan = serial_grad_sync(plan) if syncs else plan
     costs = Costs.uniform(2, p2p_s=1.0, grad_sync_s=3.0)
     waits = sends_stock_waits_for(2) if sends else frozenset()
-    svg = draw(simulate(plan, costs, Link(sends_waited_for=waits)))
+    svg = alone(simulate(plan, costs, Link(sends_waited_for=waits)))
     named = [what for what, shown in (("DP.sync", syncs), ("sends", sends)) if shown]
     assert re.findall(">waits for ([^<]*)<", svg) == named
 
 
 def test_waiting_is_an_outline_inside_its_time():
     plan = serial_grad_sync(build("1f1b", num_ranks=2, num_segments=1, num_microbatches=2))
-    svg = draw(simulate(plan, Costs.uniform(2, grad_sync_s=3.0)))
+    svg = alone(simulate(plan, Costs.uniform(2, grad_sync_s=3.0)))
     rects = ElementTree.fromstring(svg).iter(f"{SVG}rect")
     *waits, legend = (rect for rect in rects if rect.get("class") == "waits-sync")
     *syncs, _ = boxes(svg, "sync")
@@ -138,7 +142,7 @@ def test_waiting_is_an_outline_inside_its_time():
 
 
 def test_an_empty_timeline_can_be_drawn():
-    ElementTree.fromstring(draw(Timeline(((), ()))))
+    ElementTree.fromstring(alone(Timeline(((), ()))))
     assert to_text(Timeline(((), ()))) == "rank 0 |\nrank 1 |\n"
 
 
@@ -170,7 +174,7 @@ def test_grid_goes_on_in_a_further_block():
 
 @pytest.mark.parametrize("title", ["Short", "A sentence about two runs that is " + "rather " * 12])
 def test_a_title_fits_into_the_picture(title: str):
-    svg = draw_together([Pipeline("a", "b", aiao()[1])], title=title, until_s=9.0)
+    svg = draw([Pipeline("a", "b", aiao()[1])], title=title, until_s=9.0)
     [size] = re.findall(rf'font-size="([\d.]+)" font-weight="bold">{title}</text>', svg)
     assert 24 + len(title) * float(size) * 0.62 < 1200
     assert float(size) <= 19
@@ -178,7 +182,7 @@ def test_a_title_fits_into_the_picture(title: str):
 
 def test_a_long_legend_and_the_order_of_its_shades_are_in_two_lines():
     def tops(plan: Plan) -> tuple[float, float]:
-        svg = draw(simulate(add_grad_sync(plan), Costs.uniform(16, grad_sync_s=5.0)))
+        svg = alone(simulate(add_grad_sync(plan), Costs.uniform(16, grad_sync_s=5.0)))
         found = [re.search(rf'y="([\d.]+)"[^>]*>{name}', svg) for name in ("bubble", "lighter to")]
         bubble, order = (float(match[1]) for match in found if match)
         return bubble, order

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.observe.breakdown import Breakdown, exposure_of_ranks
-from megatron.fold3d.observe.exposure import mean
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
@@ -31,8 +30,7 @@ def timeline(ranks: int = 4, segments: int = 2, microbatches: int = 8, slower: f
 
 
 def view(name: str, of: Timeline) -> View:
-    rows = exposure_of_ranks(of)
-    return View(name=name, timeline=of, row=Breakdown(iteration=mean(rows), of_rank=rows))
+    return View(name=name, timeline=of, row=Breakdown(of_rank=exposure_of_ranks(of)))
 
 
 def two_views() -> str:

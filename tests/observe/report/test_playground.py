@@ -9,7 +9,7 @@ from zlib import crc32
 import pytest
 
 from megatron.fold3d.observe.exposure import exposure, mean
-from megatron.fold3d.observe.report.playground import SCHEDULES, Fixed, Settings, playground
+from megatron.fold3d.observe.report.playground import BEGIN, SCHEDULES, Fixed, playground
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan import schedules
 from megatron.fold3d.plan.ir import Plan
@@ -153,7 +153,7 @@ def test_its_plans_and_times_are_ours(tmp_path: Path):
     runs, gaps = some_runs(Random(7)), list(some_gaps(Random(8)))
     script = COMPARE.replace("PLANS", json.dumps(plans)).replace("RUNS", json.dumps(runs))
     script = script.replace("GAPS", json.dumps(gaps))
-    seen, console = look(playground(Settings()), script, tmp_path)
+    seen, console = look(playground(), script, tmp_path)
     assert console == []
     assert list(seen["largest"].values()) == [12, 32, 6, 4]  # the largest of the sizes above
     for asked, found in zip(gaps, seen["placed"], strict=True):
@@ -241,12 +241,9 @@ return out;
 def test_a_reader_moves_sliders_and_chooses_schedules(tmp_path: Path):
     seen, console = look(page(), PLAY, tmp_path)
     assert console == []
-    begin, settings = "aiao", Settings()
     timeline = timeline_of(
-        plan_of(
-            begin, settings.num_ranks, settings.num_microbatches, settings.num_segments, "overlap"
-        ),
-        *("overlap", False, settings.transfer, settings.grad_sync),
+        plan_of("aiao", BEGIN["p"], BEGIN["m"], BEGIN["ns"], "overlap"),
+        *("overlap", False, BEGIN["transfer"], BEGIN["sync"]),
     )
     assert seen["cards"] == ["1f1b", "interleaved", "aiao"]
     assert seen["first"] == f"{timeline.period_s:.3g} forwards"
@@ -279,20 +276,14 @@ def test_a_plan_that_the_page_cannot_make_is_shown_as_it_is(tmp_path: Path):
     plan = plan_of("aiao", 2, 4, 2, "overlap")
     timeline = timeline_of(plan, "overlap", False, 0.1, 3.0)
     fixed = Fixed(name="<mine>", timeline=timeline, peak_activations=peak_activations(plan))
-    settings = Settings(
-        num_ranks=2,
-        num_microbatches=4,
-        num_segments=2,
-        transfer=0.1,
-        grad_sync=3.0,
-        forward_s=1.0,
-        schedules=("aiao",),
-    )
+    settings = {**BEGIN, "p": 2, "m": 4, "ns": 2, "transfer": 0.1, "sync": 3.0, "shown": ("aiao",)}
     script = """
     return [...document.querySelectorAll("#cards section")].map((card) => [
       card.querySelector("h2").textContent, card.querySelector("dl").textContent,
       card.querySelector("canvas").toDataURL()]);
     """
-    (mine, *here), (other, *there) = look(playground(settings, fixed), script, tmp_path)[0]
+    (mine, *here), (other, *there) = look(
+        playground(settings, forward_s=1.0, fixed=fixed), script, tmp_path
+    )[0]
     assert (mine, other) == ("This command: <mine>", "AIAO, all-in-all-out")
     assert here == there  # the same simulation, once Python's and once the page's

@@ -10,7 +10,7 @@ from math import ceil, floor, log10
 from typing import NamedTuple
 
 from megatron.fold3d.observe.exposure import exposure, mean
-from megatron.fold3d.observe.report.palette import STYLE, css_class, rules, takes_dark_text
+from megatron.fold3d.observe.report.palette import HUES, STYLE, css_class, rules, takes_dark_text
 from megatron.fold3d.observe.report.svg import WIDTH, opening, rect, text
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ir import Action, Plan
@@ -18,85 +18,68 @@ from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.ops import P2P_OPS, PART_OPS, TABLE
 
 _LEFT, _RIGHT = 78, 28
-_NAMES = {
+_LEGEND = {
+    "forward": "forward",
     "recompute": "recomputation",
+    "backward": "backward",
     "weight": "weight gradient",
     "sync": "DP.sync",
     "copy": "host copy",
+    "waits-sync": "waits for DP.sync",
+    "waits-p2p": "waits for sends",
+    "update": "optimizer",
+    "row": "bubble",
 }
-_WAITS = {"waits-sync": "DP.sync", "waits-p2p": "sends"}
+"""What spans are drawn as: a kind of work, which has shades, or a CSS class. And their names."""
+_OUTLINED = ("waits-sync", "waits-p2p")
 _THIN_LANES = (Lane.GRAD_SYNC, Lane.COPY)
-_MAX_TOOLTIPS = 1500
 _CHAR = 0.6  # width of a character over the font size
-_BOLD_CHAR = 0.62  # the same of bold words, in the widest of the fonts
-
-
-def draw(timeline: Timeline, *, title: str = "", caption: str = "") -> str:
-    """Return the SVG of a timeline.
-
-    Args:
-        timeline: simulated or measured.
-        title: the title, in bold above the diagram.
-        caption: a line below the title; `caption_of` makes one.
-    """
-    diagram = _Diagram(timeline, top=26.0 + 30 * bool(title) + 24 * bool(caption))
-    return _document(title, caption, [diagram], diagram.rows())
 
 
 class Pipeline(NamedTuple):
-    """A timeline among others, and the words above it."""
+    """A timeline, and the words above it: a name on the left, a caption on the right."""
 
     name: str
     caption: str
     timeline: Timeline
 
 
-def draw_together(pipelines: Sequence[Pipeline], *, title: str, until_s: float) -> str:
-    """Return the SVG of timelines one above the other, on a time axis that ends at ``until_s``."""
+def draw(pipelines: Sequence[Pipeline], *, title: str = "", until_s: float | None = None) -> str:
+    """Return the SVG of timelines one above the other, simulated or measured.
+
+    Args:
+        pipelines: what is drawn.
+        title: the title, in bold above them.
+        until_s: where their time axis ends; without it, where each timeline ends.
+    """
     diagrams: list[_Diagram] = []
-    rows: list[str] = []
-    bottom = 50.0
+    room = WIDTH - 24.0 - _RIGHT
+    rows = [text(24, 38, 19, title, bold=True, room=room)]
+    bottom = 50.0 if title else 2.0
     for number, (name, caption, timeline) in enumerate(pipelines):
-        diagram = _Diagram(timeline, bottom + 48, until_s, scope=f"pipeline-{number}")
+        diagram = _Diagram(timeline, bottom + 48, until_s, f"pipeline-{number}")
         rows += [
             text(24, bottom + 30, 18, name, bold=True),
-            text(WIDTH - _RIGHT, bottom + 30, 16.5, caption, "soft", anchor="end"),
+            text(24 + room, bottom + 30, 16.5, caption, "soft", anchor="end", room=room),
             *diagram.rows(),
         ]
         bottom = diagram.bottom + 4
         diagrams.append(diagram)
-    return _document(title, "", diagrams, rows)
-
-
-def _document(title: str, caption: str, diagrams: Sequence["_Diagram"], rows: Iterable[str]) -> str:
-    """Return diagrams with the words above all of them, and the axis and the legend below."""
-    kinds = {kind for diagram in diagrams for kind in diagram.kinds}
-    lanes = {lane for diagram in diagrams for lane in diagram.lanes}
-    waits_for = {what for diagram in diagrams for what in diagram.waits_for}
+    looks = {look for diagram in diagrams for look in diagram.looks}
     shades = "".join(
         rules(kind, diagram.segments, diagram.scope)
         for diagram in diagrams
-        for kind in sorted(kinds)
+        for kind in sorted(looks & HUES.keys())
     )
     last, most = diagrams[-1], max(diagrams, key=lambda diagram: diagram.segments)
     parts = (
         opening(title or "Pipeline diagram", ceil(last.bottom + 84), STYLE + shades),
-        *_headings(title, caption),
         *rows,
         *last.axis(),
-        *_legend(last.bottom + 48, kinds, lanes, waits_for, most),
+        *_legend(last.bottom + 48, looks, most),
         "</svg>\n",
     )
     return "".join(parts)
-
-
-def _headings(title: str, caption: str) -> Iterator[str]:
-    if title:
-        size = min(19.0, (WIDTH - 24 - _RIGHT) / (len(title) * _BOLD_CHAR))
-        yield text(24, 38, round(size, 1), title, bold=True)
-    if caption:
-        size = min(13.5, (WIDTH - 24 - _RIGHT) / (len(caption) * 0.53))
-        yield text(24, 34 + 28 * bool(title), round(size, 1), caption, "soft")
 
 
 def caption_of(plan: Plan, timeline: Timeline) -> str:
@@ -123,7 +106,6 @@ class _Box(NamedTuple):
     end_s: float
     css: str
     label: str
-    tooltip: str
     dark_text: bool
 
 
@@ -134,25 +116,17 @@ class _Diagram:
         timeline: the timeline to draw.
         top: where its first rank is.
         until_s: where the time axis ends; by default with the timeline.
-        scope: the CSS class of its shades, where there are other diagrams.
+        scope: the CSS class of its shades, which are those of its own number of segments.
     """
 
-    def __init__(
-        self, timeline: Timeline, top: float, until_s: float | None = None, scope: str = ""
-    ) -> None:
+    def __init__(self, timeline: Timeline, top: float, until_s: float | None, scope: str) -> None:
         self.timeline, self.top, self.until_s, self.scope = timeline, top, until_s, scope
         drawn = [span for spans in timeline.ranks for span in spans if span.lane is not Lane.P2P]
         self.lanes = {span.lane for span in drawn}
-        self.waits_for = {_awaited(s.action) for s in drawn if s.lane is Lane.WAIT and s.action}
-        self.kinds = {
-            TABLE[s.action.op].kind
-            for s in drawn
-            if s.action and s.lane not in (Lane.WAIT, Lane.OPTIMIZER)
-        }
+        self.looks = {"row", *map(_look, drawn)}
         self.segments = timeline.num_segments
         numbers = (s.action.microbatch for s in drawn if s.action and _names_microbatch(s.action))
         self.digits = len(str(max((n for n in numbers if n is not None), default=0)))
-        self.tooltips = len(drawn) <= _MAX_TOOLTIPS
         self.last_s = max((span.end_s for span in drawn), default=0.0)  # no bubble after it
         self.end_s = until_s or self.last_s or 1.0
         self.per_s = (WIDTH - _LEFT - _RIGHT) / self.end_s
@@ -231,7 +205,7 @@ class _Diagram:
     def _lane(self, spans: Iterable[Span], top: float, height: float, size: float) -> Iterator[str]:
         for box in self._merged(map(self._box, spans)):
             x, width = self.x(box.start_s), (box.end_s - box.start_s) * self.per_s
-            yield _filled_or_outlined(x, top, width, height, box.css, box.tooltip)
+            yield _filled_or_outlined(x, top, width, height, box.css)
             label = box.label if height > size and box.label else ""
             # 9 and 10 alike: numbers that end in the middle of a row look like an end of the work.
             if label and max(len(label), self.digits) * size * _CHAR + 3 < width:
@@ -239,23 +213,15 @@ class _Diagram:
                 yield text(x + width / 2, top + height / 2 + size * 0.36, size, label, css)
 
     def _box(self, span: Span) -> _Box:
-        if span.action is None or span.lane is Lane.WAIT or span.lane is Lane.OPTIMIZER:
-            awaited = _awaited(span.action) if span.lane is Lane.WAIT and span.action else ""
-            css = "update" if span.lane is Lane.OPTIMIZER else awaited or "row"
-            return _Box(span.start_s, span.end_s, css, "", self._tooltip(span), True)
-        stage, op, microbatch = span.action
-        kind, segment = TABLE[op].kind, stage // self.timeline.num_ranks
-        other = f"DP.sync {segment}" if kind == "sync" else ""
-        label = str(microbatch) if _names_microbatch(span.action) else other
-        dark_text = takes_dark_text(kind, segment, self.segments)
-        css = css_class(kind, segment)
-        return _Box(span.start_s, span.end_s, css, label, self._tooltip(span), dark_text)
-
-    def _tooltip(self, span: Span) -> str:
-        if not self.tooltips:
-            return ""
-        start, end = span.start_s / self.unit_s, span.end_s / self.unit_s
-        return f"{span.word}: {start:.4g} to {end:.4g} {self.unit}"
+        look = _look(span)
+        if look not in HUES or span.action is None:
+            return _Box(span.start_s, span.end_s, look, "", True)
+        segment = span.action.stage // self.timeline.num_ranks
+        other = f"DP.sync {segment}" if look == "sync" else ""
+        label = str(span.action.microbatch) if _names_microbatch(span.action) else other
+        dark_text = takes_dark_text(look, segment, self.segments)
+        css = css_class(look, segment)
+        return _Box(span.start_s, span.end_s, css, label, dark_text)
 
     def _merged(self, boxes: Iterable[_Box]) -> Iterator[_Box]:
         """Join equal neighbours too narrow to tell apart, so that large plans make small files."""
@@ -268,7 +234,7 @@ class _Diagram:
                     and gap < 0.4
                     and (box.end_s - box.start_s) * self.per_s < 1.5
                 ):
-                    last = last._replace(end_s=box.end_s, label="", tooltip="")
+                    last = last._replace(end_s=box.end_s, label="")
                     continue
                 yield last
             last = box
@@ -276,9 +242,7 @@ class _Diagram:
             yield last
 
     def _iteration_ends(self) -> Iterator[str]:
-        ranks = range(self.timeline.num_ranks)
-        ends = [self.timeline.iteration_ends_s(rank) for rank in ranks]
-        for end_s in map(max, zip(*ends, strict=False)):
+        for end_s in self.timeline.ends_s:
             if end_s == self.until_s:
                 continue  # it was cut there
             x = self.x(end_s)
@@ -288,22 +252,12 @@ class _Diagram:
             )
 
 
-def _legend(
-    y: float,
-    kinds: Container[str],
-    lanes: Container[Lane],
-    waits_for: Container[str],
-    shown: _Diagram,
-) -> Iterator[str]:
-    entries: list[tuple[list[str], str]] = []
-    for kind in ("forward", "recompute", "backward", "weight", "sync", "copy"):
-        if kind in kinds:
-            shades = [css_class(kind, segment) for segment in range(shown.segments)]
-            entries.append((shades, _NAMES.get(kind, kind)))
-    entries += [([css], f"waits for {what}") for css, what in _WAITS.items() if css in waits_for]
-    if Lane.OPTIMIZER in lanes:
-        entries.append((["update"], "optimizer"))
-    entries.append((["row"], "bubble"))
+def _legend(y: float, looks: Container[str], shown: _Diagram) -> Iterator[str]:
+    entries = [
+        ([css_class(look, s) for s in range(shown.segments)] if look in HUES else [look], name)
+        for look, name in _LEGEND.items()
+        if look in looks
+    ]
     x = float(_LEFT)
     yield f'<g class="{shown.scope}">\n'
     for shades, name in entries:
@@ -331,20 +285,24 @@ def _tick_step(end_s: float) -> float:
     return next(power * k for k in (5, 2, 1) if end_s / (power * k) >= 6 or k == 1)
 
 
-def _awaited(action: Action) -> str:
-    """The CSS class of waiting for an action."""
-    return "waits-p2p" if action.op in P2P_OPS else "waits-sync"
+def _look(span: Span) -> str:
+    """What a span is drawn as: a key of `_LEGEND`."""
+    if span.lane is Lane.OPTIMIZER:
+        return "update"
+    if span.action is None:
+        return "row"
+    if span.lane is Lane.WAIT:
+        return "waits-p2p" if span.action.op in P2P_OPS else "waits-sync"
+    return TABLE[span.action.op].kind
 
 
-def _filled_or_outlined(
-    x: float, y: float, width: float, height: float, css: str, tooltip: str = ""
-) -> str:
+def _filled_or_outlined(x: float, y: float, width: float, height: float, css: str) -> str:
     """Return a box; waiting is an outline, which lies inside the box."""
-    if css in _WAITS:
+    if css in _OUTLINED:
         inset = min(0.75 + 0.45, width / 2)
-        return rect(x + inset, y + 0.75, width - 2 * inset, height - 1.5, css, tooltip)
+        return rect(x + inset, y + 0.75, width - 2 * inset, height - 1.5, css)
     inset = 0.45 if width > 4 else 0.0
-    return rect(x + inset, y, width - 2 * inset, height, css, tooltip)
+    return rect(x + inset, y, width - 2 * inset, height, css)
 
 
 def _names_microbatch(action: Action) -> bool:

@@ -9,17 +9,16 @@ from megatron.fold3d.observe.timeline import Lane, Timeline
 _IDLE, _GOES_ON = "·", "─"
 
 
-def to_text(timeline: Timeline, *, unit_s: float | None = None, width: int | None = None) -> str:
-    """Return the computations of a timeline as a grid.
+def to_text(timeline: Timeline, *, width: int | None = None) -> str:
+    """Return the computations of a timeline as a grid, whose unit is the shortest of them.
 
     Args:
         timeline: simulated or measured; times are rounded to the unit.
-        unit_s: seconds of a column; by default those of the shortest computation.
         width: characters of a line; longer rows go on in a further block. By default no limit.
     """
     lanes = [timeline.lane(rank, Lane.COMPUTE) for rank in range(timeline.num_ranks)]
     durations = [span.duration_s for spans in lanes for span in spans if span.duration_s > 0]
-    unit_s = unit_s or min(durations, default=1.0)
+    unit_s = min(durations, default=1.0)
     columns = max((round(spans[-1].end_s / unit_s) for spans in lanes if spans), default=0)
     cell = 1 + max((len(str(span.action)) for spans in lanes for span in spans), default=1)
     names = [f"rank {rank}" for rank in range(timeline.num_ranks)]

@@ -13,9 +13,9 @@ from typing import Any
 from megatron.fold3d.observe.breakdown import COLUMNS, Breakdown, seconds_of, shown_columns
 from megatron.fold3d.observe.critical_path import PathStep, critical_path, path_seconds
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.observe.report.palette import HUES, color, takes_dark_text
+from megatron.fold3d.observe.report.palette import color, shades, takes_dark_text
 from megatron.fold3d.observe.report.template import one_file
-from megatron.fold3d.observe.timeline import Lane, Span, Timeline, by_row, queued
+from megatron.fold3d.observe.timeline import Lane, Timeline, by_row, queued
 from megatron.fold3d.plan.ir import gc_paused
 
 _SCRIPTS = ("model.js", "canvas.js", "paint.js", "view.js")
@@ -81,7 +81,7 @@ def _embedded(views: Sequence[View], paths: Sequence[Sequence[PathStep]]) -> dic
     return {
         "num_ranks": views[0].timeline.num_ranks,
         "num_segments": num_segments,
-        "palette": {k: [color(k, s, num_segments) for s in range(num_segments)] for k in HUES},
+        "palette": shades(num_segments),
         "views": [_columns(view, path) for view, path in zip(views, paths, strict=True)],
     }
 
@@ -98,28 +98,25 @@ def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:
         for name, spans in of_rank.items()
         for i, span in enumerate(spans)
     }
-    ends = zip(*map(view.timeline.iteration_ends_s, range(len(lanes))), strict=False)
+    for of_rank in lanes:
+        of_rank[Lane.GRAD_SYNC] = queued(of_rank[Lane.GRAD_SYNC])
     return {
         "name": view.name,
-        "ends": [round(max(end_s) * _US, 1) for end_s in ends],
+        "ends": [round(end_s * _US, 1) for end_s in view.timeline.ends_s],
         "path": [(step.rank, *index[step.rank, step.span]) for step in path],
         "ranks": [
             {
                 name: {
-                    "start": [round(start_s * _US, 1) for start_s in _starts_s(name, spans)],
+                    "start": [round(span.start_s * _US, 1) for span in spans],
                     "end": [round(span.end_s * _US, 1) for span in spans],
                     "word": [span.word for span in spans],
                 }
                 for name, spans in of_rank.items()
-                if name in used or name == Lane.COMPUTE
+                if name in used or name is Lane.COMPUTE
             }
             for of_rank in lanes
         ],
     }
-
-
-def _starts_s(lane: str, spans: Sequence[Span]) -> Iterator[float]:
-    yield from (span.start_s for span in (queued(spans) if lane == Lane.GRAD_SYNC else spans))
 
 
 def _tiles(views: Sequence[View]) -> Iterator[str]:
@@ -135,16 +132,13 @@ def _tiles(views: Sequence[View]) -> Iterator[str]:
     times = [f"{_ms(view.row.iteration.total_s)} ms" for view in views]
     yield tile(times[0], "per iteration", *times[1:])
     for field, name in exposed.items():
-        share, *others_share = [_share(view.row.iteration, field) for view in views]
+        shares = (view.row.iteration.share(getattr(view.row.iteration, field)) for view in views)
+        share, *others_share = [f"{share:.1%}" for share in shares]
         yield tile(share, name, *others_share)
     if row.flops is not None:
         used = f", {row.utilisation:.1%} of peak" if row.utilisation is not None else ""
         name = f"TFLOP/s of the model per GPU{used}"
         yield f"<li><b>{row.flops.model / 1e12:.1f}</b><span>{name}</span></li>"
-
-
-def _share(row: Exposure, field: str) -> str:
-    return f"{row.share(getattr(row, field)):.1%}"
 
 
 def _ms(seconds: float) -> str:
@@ -184,11 +178,10 @@ def _time_section(views: Sequence[View]) -> Iterator[str]:
         ),
     )
     for view in views:
-        if view.row.of_rank:
-            yield f"<details><summary>{escape(_capital(view.name))}, each rank</summary>"
-            ranks = enumerate(view.row.of_rank)
-            yield _table(titles, *([f"rank {rank}", *_cells(row, shown)] for rank, row in ranks))
-            yield "</details>"
+        yield f"<details><summary>{escape(_capital(view.name))}, each rank</summary>"
+        ranks = enumerate(view.row.of_rank)
+        yield _table(titles, *([f"rank {rank}", *_cells(row, shown)] for rank, row in ranks))
+        yield "</details>"
     yield "</section>"
 
 

@@ -38,13 +38,17 @@ def css_class(kind: str, segment: int) -> str:
     return f"{kind}-{segment}"
 
 
-def rules(kind: str, num_segments: int, scope: str = "") -> str:
-    """Return the CSS rules of a kind of work, all over a page or in elements of a class."""
-    within = f".{scope} " if scope else ""
+def rules(kind: str, num_segments: int, scope: str) -> str:
+    """Return the CSS rules of a kind of work in elements of the class ``scope``."""
     return "".join(
-        f"{within}.{css_class(kind, segment)}{{fill:{color(kind, segment, num_segments)}}}"
+        f".{scope} .{css_class(kind, segment)}{{fill:{color(kind, segment, num_segments)}}}"
         for segment in range(num_segments)
     )
+
+
+def shades(num_segments: int) -> dict[str, list[str]]:
+    """Return the CSS colors of each kind of work, segment by segment."""
+    return {kind: [color(kind, s, num_segments) for s in range(num_segments)] for kind in HUES}
 
 
 def takes_dark_text(kind: str, segment: int, num_segments: int) -> bool:

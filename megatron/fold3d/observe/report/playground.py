@@ -5,11 +5,11 @@ that they cannot make is shown as it is, above those that follow the sliders.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from megatron.fold3d.observe.exposure import Exposure, exposure, mean
-from megatron.fold3d.observe.report.palette import HUES, color
+from megatron.fold3d.observe.exposure import exposure, mean
+from megatron.fold3d.observe.report.palette import shades
 from megatron.fold3d.observe.report.template import one_file
 from megatron.fold3d.observe.timeline import LAYER_SYNCS, Lane, Span, Timeline
 
@@ -24,36 +24,27 @@ _SCRIPTS = ("model.js", "canvas.js", "schedules.js", "simulator.js", "playground
 _MOST_SEGMENTS = 6  # the slider's maximum
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the page shows first.
+BEGIN: Mapping[str, Any] = {
+    "p": 4,
+    "m": 8,
+    "ns": 3,
+    "transfer": 0.04,
+    "sync": 12.0,
+    "where": "overlap",
+    "ahead": 1,
+    "gaps": False,
+    "first": False,
+    "shown": ("1f1b", "interleaved", "aiao"),
+}
+"""What the page shows first, by its own keys.
 
-    Times are multiples of one forward of one micro-batch through all layers of a rank.
-    """
-
-    num_ranks: int = 4
-    num_microbatches: int = 8
-    num_segments: int = 3
-    backward: float = 2.0
-    transfer: float = 0.04
-    """One message between ranks."""
-    grad_sync: float = 12.0
-    """DP.sync of all gradients of a rank."""
-    forward_s: float | None = None
-    """Seconds of one such forward; without it, times are shown as multiples."""
-    where: str = "overlap"
-    """DP.sync: after all backwards (serial), behind them (overlap), or also behind the next
-    iteration's forwards (deferred)."""
-    forwards_ahead: int = 1
-    """Forwards that 1F1B runs per rank behind before its first backward."""
-    weight_grads_in_gaps: bool = False
-    """Whether weight gradients are computed where a rank would wait, of schedules that do not
-    place them."""
-    messages_first: bool = False
-    """Whether PP.sync goes before DP.sync on a link; otherwise they share it fairly."""
-    schedules: tuple[str, ...] = ("1f1b", "interleaved", "aiao")
-    presets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Settings of models on clusters, by the text of their button; the page's keys."""
+Times are multiples of one forward of one micro-batch through all layers of a rank: ``transfer``
+is one message between ranks, ``sync`` DP.sync of all gradients of a rank. DP.sync is (``where``)
+after all backwards (serial), behind them (overlap), or also behind the next iteration's forwards
+(deferred). 1F1B runs ``ahead`` forwards per rank behind before its first backward. With ``gaps``,
+schedules that do not place weight gradients compute them where a rank would wait. With ``first``,
+PP.sync goes before DP.sync on a link; otherwise they share it fairly.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,35 +57,38 @@ class Fixed:
     """Per rank, the most activations of a segment and a micro-batch at once."""
 
 
-def playground(settings: Settings, fixed: Fixed | None = None) -> str:
-    """Return the page as HTML."""
-    begin, forward_s = settings, settings.forward_s or 1.0
-    most = max(_MOST_SEGMENTS, begin.num_segments, fixed.timeline.num_segments if fixed else 1)
+def playground(
+    settings: Mapping[str, Any] = BEGIN,
+    *,
+    backward: float = 2.0,
+    forward_s: float | None = None,
+    presets: Mapping[str, Mapping[str, float]] | None = None,
+    fixed: Fixed | None = None,
+) -> str:
+    """Return the page as HTML.
+
+    Args:
+        settings: as `BEGIN`.
+        backward: a backward of a micro-batch, in forwards.
+        forward_s: seconds of a forward; without it, times are shown as multiples.
+        presets: settings of models on clusters, by the text of their button.
+        fixed: a plan that is shown above those that follow the sliders.
+    """
+    most = max(_MOST_SEGMENTS, settings["ns"], fixed.timeline.num_segments if fixed else 1)
     data = {
-        "settings": {
-            "p": begin.num_ranks,
-            "m": begin.num_microbatches,
-            "ns": begin.num_segments,
-            "transfer": begin.transfer,
-            "sync": begin.grad_sync,
-            "where": begin.where,
-            "ahead": begin.forwards_ahead,
-            "gaps": begin.weight_grads_in_gaps,
-            "first": begin.messages_first,
-            "shown": [name for name in SCHEDULES if name in begin.schedules],
-        },
-        "backward": begin.backward,
-        "forward_us": None if begin.forward_s is None else 1e6 * begin.forward_s,
-        "palettes": {n: _palette(n) for n in range(1, most + 1)},
-        "presets": begin.presets,
-        "fixed": None if fixed is None else _columns(fixed, forward_s),
+        "settings": {**settings, "shown": [s for s in SCHEDULES if s in settings["shown"]]},
+        "backward": backward,
+        "forward_us": None if forward_s is None else 1e6 * forward_s,
+        "palettes": {n: shades(n) for n in range(1, most + 1)},
+        "presets": presets or {},
+        "fixed": None if fixed is None else _columns(fixed, forward_s or 1.0),
     }
     forward = "the forward of one micro-batch through all layers of a rank"
     unit = (
-        f"The unit of time is {forward}; a backward takes {begin.backward:.3g} of it."
-        if begin.forward_s is None
+        f"The unit of time is {forward}; a backward takes {backward:.3g} of it."
+        if forward_s is None
         else f"A forward of one micro-batch through all layers of a rank takes {forward_s:.3g} s, "
-        f"its backward {begin.backward * forward_s:.3g} s."
+        f"its backward {backward * forward_s:.3g} s."
     )
     return one_file(
         "playground.html",
@@ -105,14 +99,10 @@ def playground(settings: Settings, fixed: Fixed | None = None) -> str:
     )
 
 
-def _palette(num_segments: int) -> dict[str, list[str]]:
-    return {kind: [color(kind, s, num_segments) for s in range(num_segments)] for kind in HUES}
-
-
 def _columns(fixed: Fixed, unit_s: float) -> dict[str, Any]:
     """The last iteration of a timeline, as a result of the page's own simulation."""
     timeline = fixed.timeline
-    row: Exposure = mean(exposure(timeline))
+    row = mean(exposure(timeline))
     start_s = ([0.0, *timeline.iteration_ends_s(0)])[-2]
     times = {
         "compute": row.forward_s + row.backward_s + row.optimizer_s,

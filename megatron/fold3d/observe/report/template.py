@@ -1,7 +1,7 @@
 """Pages for the browser as one file that loads nothing from outside, from the parts in `web`."""
 
-import json
 from collections.abc import Mapping, Sequence
+from json import JSONEncoder
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,17 @@ def one_file(
         styles: go into ``{{style}}``, in this order.
         scripts: go into ``{{script}}``, in this order, behind ``OPS`` from `ops.for_pages`.
     """
+    to_json = JSONEncoder(separators=(",", ":")).encode
     parts = {
         **parts,
         "style": "".join(map(_read, styles)),
-        "script": "\n".join((f"const OPS = {_json(for_pages())};", *map(_read, scripts))),
+        "script": "\n".join((f"const OPS = {to_json(for_pages())};", *map(_read, scripts))),
         # No text of a trace may end the element that it is in, or begin a comment there.
-        "data": _json(data).replace("<", "\\u003c"),
+        "data": to_json(data).replace("<", "\\u003c"),
     }
     head, *rest = _read(template).split("{{")
     filled = (parts[name] + text for name, text in (part.split("}}", 1) for part in rest))
     return head + "".join(filled)
-
-
-def _json(data: Mapping[str, Any]) -> str:
-    return json.dumps(data, separators=(",", ":"))
 
 
 def _read(name: str) -> str:

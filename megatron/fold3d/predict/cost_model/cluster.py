@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.observe.fields import check_fields, from_file, is_file_name, is_number
-from megatron.fold3d.policy.ring_buffers import RING_BUFFER_BYTES
+from megatron.fold3d.policy.grad_sync_cuts import RING_BUFFER_BYTES
 
 GIGA = 1e9
 _MOST_GPUS = 1_000_000

@@ -7,7 +7,7 @@ distributed optimizer, and where all streams of a GPU share one hardware queue.
 from collections.abc import Sequence
 from math import ceil
 
-from megatron.fold3d.policy.gradient_cut import cuts_every_segment
+from megatron.fold3d.policy.grad_sync_cuts import cuts_every_segment
 from megatron.fold3d.predict.cost_model.sizes import Setup
 
 SLICE_BYTES = 8 << 20

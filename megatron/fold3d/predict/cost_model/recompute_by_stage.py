@@ -1,20 +1,13 @@
 """A model of which every stage recomputes its own number of layers: what fits, costs and bytes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.fold3d.observe.memory_curve import Footprint
-from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.memory import peak_recomputed
 from megatron.fold3d.plan.ops import WEIGHT_OPS
-from megatron.fold3d.plan.passes.recompute import recomputed
-from megatron.fold3d.policy.recompute_choice import (
-    LayerBytes,
-    StageBytes,
-    fewest_counts,
-    kept_layers,
-    most_live,
-)
+from megatron.fold3d.policy.recompute_choice import StageBytes, fewest_counts
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Setup, layer_bytes
@@ -41,42 +34,30 @@ def fewest_recomputed(
     Raises:
         ValueError: a rank does not fit with all layers recomputed.
     """
-    stages, ranks = range(plan.num_stages), plan.num_ranks
     layers = [len(of_stage) for of_stage in shape.stage_layers(split or plan.num_stages)]
-    kept, input_ = (layer_bytes(shape, setup, what) for what in ("none", "full"))
-    some_early = any(map(recomputed, plan.programs)) and not plan.has(*WEIGHT_OPS)
-
-    def of_rank(rank: int) -> Mapping[int, int]:
-        program, own = plan.programs[rank], {s: layers[s] for s in stages[rank::ranks]}
-        static = footprint.static_bytes[rank]
-        working = max(footprint.working_bytes[stage] for stage in own)
-        if some_early:  # some are there again from an `R` until a backward
-            sizes = {
-                stage: StageBytes(
-                    layers=n, recomputed=footprint.saved_bytes[stage], kept=kept - input_
-                )
-                for stage, n in own.items()
-            }
-            return fewest_counts(program, sizes, usable_bytes - static - working).recomputed
-        (early,) = peak_recomputed(Plan((program,)))
-        of_all = LayerBytes(
-            static=static,
-            working=working + early * max(footprint.recomputed_bytes[stage] for stage in own),
-            kept=kept,
-            recomputed=input_,
-            limit=usable_bytes,
-            beside={stage: footprint.saved_bytes[stage] - n * input_ for stage, n in own.items()},
-        )
-        most_kept = kept_layers(most_live(program), own, of_all)
-        return {stage: n - most_kept[stage] for stage, n in own.items()}
-
     counts = list(layers)
-    for rank in range(ranks):
+    extra = layer_bytes(shape, setup, "none") - layer_bytes(shape, setup, "full")
+    is_split = plan.has(*WEIGHT_OPS)
+    early = peak_recomputed(plan)
+    for rank, program in enumerate(plan.programs):
+        stages = {
+            s: StageBytes(layers=layers[s], recomputed=footprint.saved_bytes[s], kept=extra)
+            for s in range(rank, plan.num_stages, plan.num_ranks)
+        }
+        beside = footprint.static_bytes[rank] + max(footprint.working_bytes[s] for s in stages)
+        if is_split:  # what is recomputed early counts as if no layer was kept
+            program = tuple(action for action in program if action.op is not Op.RECOMPUTE)
+            if footprint.recomputed_bytes:
+                beside += early[rank] * max(footprint.recomputed_bytes[s] for s in stages)
         try:
-            found = of_rank(rank)
+            found = fewest_counts(
+                *(program, stages, usable_bytes),
+                beside=beside,
+                in_backwards=any(early) and not is_split,
+            )
         except ValueError as error:
             raise ValueError(f"rank {rank}: {error}") from None
-        for stage, count in found.items():
+        for stage, count in found.recomputed.items():
             counts[stage] = count
     return tuple(counts)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Set
 from dataclasses import replace
 
-from megatron.fold3d.policy.replicated_segments import units
+from megatron.fold3d.plan.schedule_word import Segments
 from megatron.fold3d.predict.cost_model.sizes import Order
 from megatron.fold3d.predict.search.candidates import Assumption, Candidate
 
@@ -82,8 +82,25 @@ def _in_another_order(candidate: Candidate) -> Iterator[Candidate]:
         yield replace(candidate, setup=replace(setup, order=order))
 
 
+def units(num_segments: int, *, tied: bool) -> tuple[Segments, ...]:
+    """Return what every replica may step in full: single segments, or those that go together.
+
+    Args:
+        num_segments: segments per rank.
+        tied: whether the first and the last segment share parameters, and so go together.
+    """
+    ends = {0, num_segments - 1} if tied else set()
+    single = tuple((s,) for s in range(num_segments) if s not in ends)
+    return (*single, tuple(sorted(ends))) if ends else single
+
+
 def with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:
     """Yield a candidate with one segment that every replica steps in full, or with all of them.
+
+    A replicated segment's gradients are all-reduced, which takes as long as a reduce-scatter and an
+    all-gather of them, and its parameters are not gathered. So its bytes move from the next forward
+    to the backward. This shortens the iteration if the all-gathers take longer than the forwards,
+    and the reduce-scatters less time than the backwards.
 
     Args:
         candidate: nothing is yielded for one that cannot have them.

@@ -8,7 +8,7 @@ weight gradients are delayed.
 
 from collections.abc import Mapping, Sequence
 
-from megatron.fold3d.observe.timeline import Lane, Span
+from megatron.fold3d.observe.timeline import Lane, Span, covered_s
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.ops import GATHER_OPS, PART_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.carried_grad_sync import share_grad_sync
@@ -16,7 +16,6 @@ from megatron.fold3d.plan.passes.gather_later import gather_later
 from megatron.fold3d.policy.backward_shares import (
     FIRST_SHARE,
     backward_shares,
-    busy_s,
     forwards_before_gather,
 )
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -100,5 +99,5 @@ def _slower(
     ended = {s: its for s, its in of_stage.items() if all(span.end_s <= last_s for span in its)}
     behind = ended or of_stage
     alone_s = sum(at_once_s[stage] for stage in behind)
-    there_s = busy_s((span.start_s, span.end_s) for its in behind.values() for span in its)
+    there_s = covered_s(span for its in behind.values() for span in its)
     return there_s / alone_s if alone_s else 1.0

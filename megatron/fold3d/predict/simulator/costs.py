@@ -60,7 +60,7 @@ class Costs:
     reduced_in_iteration_s: tuple[float, ...] = ()
     """The part of ``grad_sync_s`` of a REDUCE_KEPT, which ends within its iteration."""
     rings_are_buffered: bool = False
-    """Whether a message slows DP.sync down in its direction alone: see `policy.ring_buffers`."""
+    """Whether a message slows DP.sync down in its direction alone: see `policy.grad_sync_cuts`."""
     grad_sync_local: bool = False
     """Whether DP.sync stays inside the node, so that messages have the NIC to themselves."""
     param_gather_s: tuple[float, ...] = ()

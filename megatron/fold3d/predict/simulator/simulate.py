@@ -9,7 +9,7 @@ receives in time.
 
 Sums and all-gathers go into their rank's queue of DP.sync, which sends one at a time; what Megatron
 reads at the end of the iteration has a queue of its own. What an action waits for is in the plan:
-see `plan.waits`. OFFLOAD and RELOAD run on `policy.copy_streams`.
+see `plan.waits`. OFFLOAD and RELOAD run on `policy.offload_choice`.
 
 With a `Device`, the plan runs by the rules of GPUs instead: see `DeviceRun`.
 """
@@ -23,7 +23,7 @@ from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
 from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, SYNC_OPS, TABLE, UPDATE_OPS, Place
 from megatron.fold3d.plan.passes.transfers import add_p2p
-from megatron.fold3d.policy.copy_streams import CopyStreams
+from megatron.fold3d.policy.offload_choice import CopyStreams
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_run import DeviceRun

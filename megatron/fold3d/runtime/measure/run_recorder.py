@@ -18,9 +18,8 @@ import torch.distributed as dist
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, PART_OPS, TABLE
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
-from megatron.fold3d.policy.measured_times import MeasuredTimes
-from megatron.fold3d.policy.ring_buffers import rings_are_buffered
-from megatron.fold3d.policy.usable_memory import usable_bytes
+from megatron.fold3d.policy.grad_sync_cuts import rings_are_buffered
+from megatron.fold3d.policy.measured_times import MeasuredTimes, usable_bytes
 from megatron.fold3d.runtime.device import (
     Clock,
     Mark,

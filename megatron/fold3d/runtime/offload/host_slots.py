@@ -13,8 +13,8 @@ from megatron.fold3d.plan.ir import Program
 from megatron.fold3d.plan.memory import peak_on_host
 from megatron.fold3d.plan.ops import TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
+from megatron.fold3d.policy.measured_times import usable_bytes
 from megatron.fold3d.policy.offload_choice import offloaded
-from megatron.fold3d.policy.usable_memory import usable_bytes
 from megatron.fold3d.runtime.offload import host_memory
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, aligned
 

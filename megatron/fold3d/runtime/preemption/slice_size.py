@@ -8,7 +8,7 @@ import logging
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.policy.slice_bytes import slice_bytes
+from megatron.fold3d.policy.grad_sync_cuts import slice_bytes
 from megatron.fold3d.runtime.measure.lanes import all_reduces, message_s
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Which segments' optimizer steps every replica takes in full."""
 
 from megatron.fold3d.plan.ir import stages_of
-from megatron.fold3d.policy.replicated_segments import units
+from megatron.fold3d.predict.search.neighbours import units
 
 
 def test_segments_that_share_parameters_are_chosen_together():
