@@ -33,6 +33,7 @@ _LEGEND = {
 """What spans are drawn as: a kind of work, which has shades, or a CSS class. And their names."""
 _OUTLINED = ("waits-sync", "waits-p2p")
 _THIN_LANES = (Lane.GRAD_SYNC, Lane.COPY)
+_MAX_TOOLTIPS = 1500
 _CHAR = 0.6  # width of a character over the font size
 
 
@@ -106,6 +107,7 @@ class _Box(NamedTuple):
     end_s: float
     css: str
     label: str
+    tooltip: str
     dark_text: bool
 
 
@@ -127,6 +129,7 @@ class _Diagram:
         self.segments = timeline.num_segments
         numbers = (s.action.microbatch for s in drawn if s.action and _names_microbatch(s.action))
         self.digits = len(str(max((n for n in numbers if n is not None), default=0)))
+        self.tooltips = len(drawn) <= _MAX_TOOLTIPS
         self.last_s = max((span.end_s for span in drawn), default=0.0)  # no bubble after it
         self.end_s = until_s or self.last_s or 1.0
         self.per_s = (WIDTH - _LEFT - _RIGHT) / self.end_s
@@ -205,7 +208,7 @@ class _Diagram:
     def _lane(self, spans: Iterable[Span], top: float, height: float, size: float) -> Iterator[str]:
         for box in self._merged(map(self._box, spans)):
             x, width = self.x(box.start_s), (box.end_s - box.start_s) * self.per_s
-            yield _filled_or_outlined(x, top, width, height, box.css)
+            yield _filled_or_outlined(x, top, width, height, box.css, box.tooltip)
             label = box.label if height > size and box.label else ""
             # 9 and 10 alike: numbers that end in the middle of a row look like an end of the work.
             if label and max(len(label), self.digits) * size * _CHAR + 3 < width:
@@ -213,15 +216,21 @@ class _Diagram:
                 yield text(x + width / 2, top + height / 2 + size * 0.36, size, label, css)
 
     def _box(self, span: Span) -> _Box:
-        look = _look(span)
+        look, tooltip = _look(span), self._tooltip(span)
         if look not in HUES or span.action is None:
-            return _Box(span.start_s, span.end_s, look, "", True)
+            return _Box(span.start_s, span.end_s, look, "", tooltip, True)
         segment = span.action.stage // self.timeline.num_ranks
         other = f"DP.sync {segment}" if look == "sync" else ""
         label = str(span.action.microbatch) if _names_microbatch(span.action) else other
         dark_text = takes_dark_text(look, segment, self.segments)
         css = css_class(look, segment)
-        return _Box(span.start_s, span.end_s, css, label, dark_text)
+        return _Box(span.start_s, span.end_s, css, label, tooltip, dark_text)
+
+    def _tooltip(self, span: Span) -> str:
+        if not self.tooltips:
+            return ""
+        start, end = span.start_s / self.unit_s, span.end_s / self.unit_s
+        return f"{span.word}: {start:.4g} to {end:.4g} {self.unit}"
 
     def _merged(self, boxes: Iterable[_Box]) -> Iterator[_Box]:
         """Join equal neighbours too narrow to tell apart, so that large plans make small files."""
@@ -234,7 +243,7 @@ class _Diagram:
                     and gap < 0.4
                     and (box.end_s - box.start_s) * self.per_s < 1.5
                 ):
-                    last = last._replace(end_s=box.end_s, label="")
+                    last = last._replace(end_s=box.end_s, label="", tooltip="")
                     continue
                 yield last
             last = box
@@ -296,13 +305,15 @@ def _look(span: Span) -> str:
     return TABLE[span.action.op].kind
 
 
-def _filled_or_outlined(x: float, y: float, width: float, height: float, css: str) -> str:
+def _filled_or_outlined(
+    x: float, y: float, width: float, height: float, css: str, tooltip: str = ""
+) -> str:
     """Return a box; waiting is an outline, which lies inside the box."""
     if css in _OUTLINED:
         inset = min(0.75 + 0.45, width / 2)
-        return rect(x + inset, y + 0.75, width - 2 * inset, height - 1.5, css)
+        return rect(x + inset, y + 0.75, width - 2 * inset, height - 1.5, css, tooltip)
     inset = 0.45 if width > 4 else 0.0
-    return rect(x + inset, y, width - 2 * inset, height, css)
+    return rect(x + inset, y, width - 2 * inset, height, css, tooltip)
 
 
 def _names_microbatch(action: Action) -> bool:

@@ -23,11 +23,12 @@ def opening(title: str, height: int, style: str) -> str:
     )
 
 
-def rect(x: float, y: float, width: float, height: float, css: str) -> str:
+def rect(x: float, y: float, width: float, height: float, css: str, tooltip: str = "") -> str:
     """Return a rectangle of a CSS class."""
+    inside = f"><title>{escape(tooltip)}</title></rect>\n" if tooltip else "/>\n"
     return (
         f'<rect class="{css}" x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.3):.2f}" '
-        f'height="{height:.1f}"/>\n'
+        f'height="{height:.1f}"{inside}'
     )
 
 
