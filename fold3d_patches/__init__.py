@@ -226,7 +226,7 @@ def _parts(run: _Run) -> "Iterator[Part]":
     if c.features.steps_shards:
         from fold3d_patches.schedule import embedding_grads
 
-        yield (), embedding_grads.patches()
+        yield (), (embedding_grads.patch(),)
 
 
 def _made(feature: str, *args: object, patch: str = "") -> "Part":
