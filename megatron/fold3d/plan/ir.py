@@ -29,7 +29,6 @@ from typing import NamedTuple, Self
 
 from megatron.fold3d.plan.ops import (
     COMPUTE_OPS,
-    P2P_OPS,
     PART_OPS,
     STAGE_OPS,
     SUM_OPS,
@@ -184,20 +183,14 @@ class Plan:
             for stage, op, _ in program
         )
 
-    @property
-    def has_backwards(self) -> bool:
-        """True if it is the plan of a training iteration."""
-        return self.has(Op.BACKWARD)
-
-    @property
-    def has_p2p(self) -> bool:
-        """True if sends and receives are part of the plan yet."""
-        return any(action.op in P2P_OPS for program in self.programs for action in program)
+    def lowered(self, lower: Callable[[Program], Iterable[Action]]) -> "Plan":
+        """Return the plan with what ``lower`` makes of each program: most passes are one call."""
+        return Plan(tuple(tuple(lower(program)) for program in self.programs))
 
     def select(self, ops: Iterable[Op]) -> "Plan":
         """Return the plan with only the actions of these ops."""
         keep = frozenset(ops)
-        return Plan(tuple(tuple(a for a in program if a.op in keep) for program in self.programs))
+        return self.lowered(lambda program: (a for a in program if a.op in keep))
 
     def to_text(self) -> str:
         """One line per rank, actions separated by blanks."""

@@ -22,6 +22,7 @@ from megatron.fold3d.plan.ir import (
 )
 from megatron.fold3d.plan.ops import (
     FREE_OPS,
+    P2P_OPS,
     PART_OPS,
     STAGE_OPS,
     SUM_OPS,
@@ -62,7 +63,7 @@ def verify(plan: Plan) -> None:
         from megatron.fold3d.plan.parts import check_parts
 
         check_parts(plan)
-    if plan.num_ranks > 1 and not plan.has_p2p:
+    if plan.num_ranks > 1 and not plan.has(*P2P_OPS):
         plan = add_p2p(plan)
     _check_channels(plan)
     _check_progress(plan)

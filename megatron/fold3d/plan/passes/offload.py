@@ -42,10 +42,10 @@ def add_offload(plan: Plan, *, depth: int = 1, at_most: int | None = None) -> Pl
         depth: more than 1 if a copy takes longer than one computation.
         at_most: the most activations of a rank to offload; those with the longest wait come first.
     """
-    return Plan(tuple(_with_offload(program, depth, at_most) for program in plan.programs))
+    return plan.lowered(lambda program: _with_offload(program, depth, at_most))
 
 
-def _with_offload(program: Program, depth: int, at_most: int | None) -> Program:
+def _with_offload(program: Program, depth: int, at_most: int | None) -> Iterator[Action]:
     compute = [action for action in program if action.op in COMPUTE_OPS]
     used = _first_uses(compute)
     travels = _travels(compute, used, depth, at_most)
@@ -55,22 +55,19 @@ def _with_offload(program: Program, depth: int, at_most: int | None) -> Program:
         if (stage, microbatch) in travels
     }
 
-    def lower() -> Iterator[Action]:
-        leaving = None
-        for action in program:
-            if leaving and action != (leaving.stage, Op.SEND_F, leaving.microbatch):
-                yield leaving
-                leaving = None
-            if action in reloads:
-                yield reloads[action]
-            yield action
-            if leaving:
-                yield leaving
-                leaving = None
-            elif action.op is Op.FORWARD and (action.stage, action.microbatch) in travels:
-                leaving = Action(action.stage, Op.OFFLOAD, action.microbatch)
-
-    return tuple(lower())
+    leaving = None
+    for action in program:
+        if leaving and action != (leaving.stage, Op.SEND_F, leaving.microbatch):
+            yield leaving
+            leaving = None
+        if action in reloads:
+            yield reloads[action]
+        yield action
+        if leaving:
+            yield leaving
+            leaving = None
+        elif action.op is Op.FORWARD and (action.stage, action.microbatch) in travels:
+            leaving = Action(action.stage, Op.OFFLOAD, action.microbatch)
 
 
 def _first_uses(compute: Sequence[Action]) -> dict[_Key, int]:

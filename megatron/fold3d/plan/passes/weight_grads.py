@@ -80,4 +80,4 @@ def split_in_place(plan: Plan) -> Plan:
         is_whole = action.op is Op.BACKWARD
         return (action, action._replace(op=Op.WEIGHT)) if is_whole else (action,)
 
-    return Plan(tuple(tuple(chain.from_iterable(map(halves, p))) for p in plan.programs))
+    return plan.lowered(lambda program: chain.from_iterable(map(halves, program)))

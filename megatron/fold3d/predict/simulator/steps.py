@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
 from megatron.fold3d.plan.ops import (
     LINK_OPS,
+    P2P_OPS,
     SEND_OPS,
     SUM_OPS,
     TABLE,
@@ -77,7 +78,7 @@ class Steps:
         self.plan = plan
         self._costs, self._shard_shares = costs, shard_shares
         # By op: the computation whose result leaves there, and the step to who reads it.
-        self._senders = _ON_END if not plan.has_p2p else _AT_SEND
+        self._senders = _ON_END if not plan.has(*P2P_OPS) else _AT_SEND
         self._recomputed = frozenset().union(*map(recomputed, plan.programs))
         paired = chain.from_iterable(map(chains, plan.programs)) if pairs_overlap else ()
         self._paired_s = dict(chain.from_iterable(map(self._in_turns, paired)))
