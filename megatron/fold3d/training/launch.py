@@ -142,9 +142,10 @@ def prepare(
 
     with uncompiled() if device == "cpu" or checks else nullcontext():
         if checks:
+            from megatron.fold3d.predict.cost_model.cluster import cluster
             from megatron.fold3d.training import dry_run
 
-            known = dry_run.cluster_of(own.check)
+            known = cluster(own.check) if own.check else None
         from megatron.training.arguments import parse_and_validate_args, parse_args
 
     asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
@@ -309,11 +310,9 @@ def _with_chosen_segments(
     builds_own_model: bool,
 ) -> Namespace:
     """Return the namespace of the same command with what ``--segments auto`` has chosen."""
-    from megatron.fold3d.training.choose_segments import choose_segments
+    from megatron.fold3d.training.auto_segments import choose_segments
 
-    flags, reason = choose_segments(
-        args, sys.argv[1:], defaults, may_be_uneven=not builds_own_model
-    )
+    flags, reason = choose_segments(args, sys.argv[1:], defaults, evenly=builds_own_model)
     if reason:
         sys.stderr.write(f"{_script()}: --segments auto: {reason}\n")
     if reason and builds_own_model:
