@@ -193,8 +193,8 @@ class _Run:
 def _parts(run: _Run) -> "Iterator[Part]":
     """Yield what a run adds to the executor; what is off is not made, and not imported."""
     c = run.config  # the outermost feature comes first
-    if c.preemptive_comm:
-        yield _made("preemption.preemption:Preemption", run.communicator, run.timeout)
+    if run.communicator is not None:
+        yield (run.communicator,), ()
     if c.choice.pairs:
         yield _pairs(run)
     if c.num_ranks > 1:
@@ -264,14 +264,9 @@ def _transfers(run: _Run) -> "Part":
 
         connect = partial(AlternatingP2P, timeout=run.timeout)
     if run.communicator is not None:
-        import torch
+        from megatron.fold3d.runtime.preemption.preemptive_p2p import PreemptiveP2P
 
-        from megatron.fold3d.runtime.device import runs_behind
-        from megatron.fold3d.runtime.preemption.preemptive_p2p import AnnouncedP2P, PreemptiveP2P
-
-        behind = runs_behind(torch.device(config.device))
-        preemptive = PreemptiveP2P if behind else AnnouncedP2P
-        connect = partial(preemptive, run.communicator, timeout=run.timeout)
+        connect = partial(PreemptiveP2P, run.communicator, timeout=run.timeout)
     connects = [connect]
     if config.lazy_inter_segment:
         from megatron.fold3d.runtime.transfers.host_link import HostLink
@@ -333,11 +328,10 @@ def _due_steps(run: _Run) -> "DueSteps":
 
 def _offload(run: _Run) -> "Part":
     from fold3d_patches.schedule import checkpoint
-    from megatron.fold3d.runtime.offload.offload_actions import Offload
     from megatron.fold3d.runtime.offload.offloader import Offloader
 
-    offloader = Offloader.of(run.config, run.num_local)
-    return (Offload(offloader, run.plans, run.recorder),), (checkpoint.patch(offloader),)
+    offloader = Offloader.of(run.config, run.num_local, run.plans, run.recorder)
+    return (offloader,), (checkpoint.patch(offloader),)
 
 
 def _trace_patches(run: _Run) -> Iterator[Patch]:

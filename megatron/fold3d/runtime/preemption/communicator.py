@@ -7,7 +7,7 @@ process group start in the order of the calls.
 import atexit
 import importlib
 import logging
-from collections.abc import Collection
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from types import ModuleType
@@ -17,6 +17,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.runtime.feature import Feature, Iteration
+from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    bucket_groups,
+    connect,
+    group_of,
+    ranks_of,
+    set_group,
+)
 from megatron.fold3d.runtime.preemption import slice_size
 from megatron.fold3d.runtime.preemption.control_sockets import ControlSockets
 from megatron.fold3d.runtime.preemption.preemptive_group import PreemptiveGroup
@@ -28,10 +36,11 @@ BUILD = "make extension"
 _SHUTDOWN_S = 10.0
 
 
-class PreemptiveCommunicator:
+class PreemptiveCommunicator(Feature):
     """Makes process groups that share one scheduler; a context manager that closes it.
 
-    Without the extension nothing is preempted: see `Unscheduled`.
+    In a run, it starts the collectives of DDP's buckets, and outlives all features that
+    communicate. Without the extension nothing is preempted: see `Unscheduled`.
 
     Args:
         slice_bytes: the size of a slice, or the largest one that `fit_slices` may choose.
@@ -53,7 +62,7 @@ class PreemptiveCommunicator:
         self._slice_bytes = slice_bytes
         self._fits_slices = fits_slices
         self._slices_in_flight = slices_in_flight
-        self._timeout_s = timeout.total_seconds()
+        self._timeout = timeout
         self._pause_share = pause_share
         self._extension = extension()
         self._scheduler: Any = None
@@ -79,7 +88,15 @@ class PreemptiveCommunicator:
             fits_slices=config.choice.slice_bytes is None,
         )
 
-    def connect(self, neighbours: Collection[int]) -> None:
+    def prepare(self, iteration: Iteration) -> None:
+        """Connect to the neighbours in the first iteration; route the model's buckets."""
+        if self._scheduler is None:
+            self.connect(_neighbours(iteration.pp_group, iteration.chunks))
+            self.fit_slices(iteration.hidden_bytes, iteration.groups.dp_cp, iteration.device)
+        if iteration.trains:
+            self._route_buckets(iteration.chunks)
+
+    def connect(self, neighbours: Iterable[int]) -> None:
         """Start the scheduler's thread and connect to the neighbours of this rank.
 
         All ranks of the job call this together. Ranks report failures to their neighbours, which
@@ -99,7 +116,7 @@ class PreemptiveCommunicator:
             return
         rank, world = dist.get_rank(), dist.get_world_size()
         policy = extension.Policy()
-        policy.rank, policy.timeout_s = rank, self._timeout_s
+        policy.rank, policy.timeout_s = rank, self._timeout.total_seconds()
         policy.slices_in_flight, policy.pause_share = self._slices_in_flight, self._pause_share
         self._scheduler = extension.Scheduler(policy)
         atexit.register(self.close)
@@ -131,8 +148,11 @@ class PreemptiveCommunicator:
         """Return the scheduler's counters."""
         return self._scheduler.statistics()
 
-    def check(self) -> None:
+    def drain(self, iteration: Iteration) -> None:
         """Log failures of the control links that did not end the job."""
+        self._log_warnings()
+
+    def _log_warnings(self) -> None:
         for warning in self._links.warnings() if self._links is not None else ():
             logger.warning("rank %s: %s", dist.get_rank(), warning)
 
@@ -146,16 +166,39 @@ class PreemptiveCommunicator:
         if not self._scheduler.shutdown(_SHUTDOWN_S):
             logger.warning("communication was cut short after %s s", _SHUTDOWN_S)
         if self._links is not None:
-            self.check()
+            self._log_warnings()
             self._links.close()
         self._open.close()
         self._scheduler = self._links = None
+
+    def _route_buckets(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Reduce and gather the buckets of Megatron's DDP from now on; all ranks call it together.
+
+        The process groups are new ones. Nothing else uses them, so on every replica their
+        collectives run in the order of the buckets.
+        """
+        buckets = list(bucket_groups(*chunks))
+        if any(isinstance(group_of(bucket_group), PreemptiveGroup) for bucket_group in buckets):
+            return
+        device = next(chunks[0].parameters()).device
+        made = connect(map(group_of, buckets), device, self._timeout)
+        ours = {ranks: self.group(group) for ranks, group in made.items()}
+        for bucket_group in buckets:
+            set_group(bucket_group, ours[ranks_of(group_of(bucket_group))])
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, *_: object) -> None:
         self.close(None if kind is None or issubclass(kind, SystemExit) else error)
+
+
+def _neighbours(pp_group: dist.ProcessGroup, chunks: Sequence[torch.nn.Module]) -> Iterator[int]:
+    """Yield the ranks next to this one in its pipeline and in its chunks' data-parallel groups."""
+    for group in (pp_group, *map(group_of, bucket_groups(*chunks))):
+        ranks = ranks_of(group)
+        ours = ranks.index(dist.get_rank())
+        yield from (ranks[ours - 1], ranks[(ours + 1) % len(ranks)])
 
 
 def extension() -> ModuleType | None:
