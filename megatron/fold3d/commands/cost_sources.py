@@ -1,13 +1,12 @@
 """Where the costs of a prediction come from: a model on a cluster, a file, or numbers."""
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from math import inf, isfinite
 from pathlib import Path
 
-from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.observe.fields import read_text
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
@@ -45,7 +44,7 @@ def add_cost_options(parser: ArgumentParser) -> None:
     _add_measurements(parser)
 
 
-def add_number_options(parser: ArgumentGroup | ArgumentParser) -> None:
+def add_number_options(parser: _ActionsContainer) -> None:
     """Add ``--seconds`` and ``--costs``."""
     parser.add_argument(
         "--seconds",
@@ -65,7 +64,7 @@ def add_cluster_options(parser: ArgumentParser) -> None:
     _add_measurements(parser)
 
 
-def _add_cluster(parser: ArgumentGroup | ArgumentParser, *, required: bool) -> None:
+def _add_cluster(parser: _ActionsContainer, *, required: bool) -> None:
     parser.add_argument(
         "--cluster",
         required=required,

@@ -154,11 +154,6 @@ class Plan:
         object.__setattr__(self, "num_segments", stages // ranks)
         object.__setattr__(self, "num_microbatches", 1 + last)
 
-    @classmethod
-    def generate(cls, schedule: Callable[[int], Iterable[Action]], num_ranks: int) -> Self:
-        """Collect the program that ``schedule(rank)`` yields for each rank."""
-        return cls(tuple(tuple(schedule(rank)) for rank in range(num_ranks)))
-
     @property
     def num_ranks(self) -> int:
         """Pipeline ranks: p in the paper."""

@@ -17,7 +17,7 @@ import traceback
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -336,18 +336,15 @@ def _microbatch_flops(args: Namespace) -> Flops:
     from megatron.fold3d.config.layer_split import recomputed_layers, stage_layers
     from megatron.fold3d.predict.cost_model.training_flops import training_flops
 
-    if not args.vocab_size:
-        return Flops(0.0, 0.0)
-    try:
-        flops = training_flops(
-            shape_of(args),
-            args.recompute_granularity or "none",
-            stage_layers(args),
-            recomputed_layers(args),
-        )
-    except ValueError:
-        return Flops(0.0, 0.0)
-    return flops.times(args.micro_batch_size)
+    if args.vocab_size:
+        with suppress(ValueError):
+            return training_flops(
+                shape_of(args),
+                args.recompute_granularity or "none",
+                stage_layers(args),
+                recomputed_layers(args),
+            ).times(args.micro_batch_size)
+    return Flops(0.0, 0.0)
 
 
 def _ranks_here(args: Namespace) -> list[int]:

@@ -16,7 +16,6 @@ With depth 1, as here, a copy overlaps one computation: it starts when the compu
 and the computation after waits for it. Neither the host nor another rank waits.
 """
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,8 +38,6 @@ from megatron.fold3d.runtime.offload.offload_tuner import OffloadTuner
 from megatron.fold3d.runtime.offload.pinned_pool import ALIGNMENT, Slot
 from megatron.fold3d.runtime.offload.saved_tensors import SavedTensors, offsets
 from megatron.fold3d.runtime.plans import Plans
-
-logger = logging.getLogger(__name__)
 
 _SMALL = 16  # a hidden state divided by this is too small to offload
 _OFFLOADED = "offloaded_bytes"
