@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from megatron.fold3d.plan.ir import Plan
     from megatron.fold3d.runtime.events import Events
     from megatron.fold3d.runtime.feature import Feature
-    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
     from megatron.fold3d.runtime.plans import Plans
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
     from megatron.fold3d.runtime.tensor_parallel.baton import Baton
@@ -28,7 +27,6 @@ __all__ = [
     "Patch",
     "PatchError",
     "check_schedule",
-    "install_absent_gpu",
     "install_platform",
     "install_schedule",
 ]
@@ -50,13 +48,6 @@ def install_platform(device: str) -> ExitStack:
         patches += () if has_fusion_kernel() else unfused_layers.patches()
         patches += (many_queues.patch(),) if has_many_queues() else ()
     return apply(patches)
-
-
-def install_absent_gpu(is_blackwell: bool) -> ExitStack:
-    """Let Megatron validate flags for a GPU that this node lacks, until the stack closes."""
-    from fold3d_patches.cpu import device_queries
-
-    return apply(device_queries.absent_gpu(is_blackwell))
 
 
 def check_schedule(config: "Fold3DConfig", num_microbatches: int) -> "Plan | None":
@@ -283,7 +274,17 @@ def _dp_sync(run: _Run) -> "Part":
     due = replicated = auto = None
     features: list[Feature] = [DPSync(run.recorder, run.side)]  # the innermost first
     if config.choice.carries or "step" in config.auto:
-        due = _due_steps(run)
+        from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
+        from megatron.fold3d.runtime.grad_sync.sums import UNCUT
+
+        due = DueSteps(
+            run.plans,
+            slice_bytes=UNCUT if config.choice.slices else config.slice_bytes,
+            bounded=config.clips_or_scales,
+            timeout=run.timeout,
+            communicator=None if config.choice.order == "auto" else run.communicator,
+            recorder=run.recorder,
+        )
         features.append(due)
     elif (whole := config.choice.where(optimizer="replicated")) or "optimizer" in config.auto:
         from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
@@ -309,21 +310,6 @@ def _dp_sync(run: _Run) -> "Part":
         patches.append(optimizer_step.patch(due, _metrics(), replicated, auto))
         patches += due_steps.patches(due) if due else ()
     return features[::-1], patches
-
-
-def _due_steps(run: _Run) -> "DueSteps":
-    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
-    from megatron.fold3d.runtime.grad_sync.sums import UNCUT
-
-    config = run.config
-    return DueSteps(
-        run.plans,
-        slice_bytes=UNCUT if config.choice.slices else config.slice_bytes,
-        bounded=config.clips_or_scales,
-        timeout=run.timeout,
-        communicator=None if config.choice.order == "auto" else run.communicator,
-        recorder=run.recorder,
-    )
 
 
 def _offload(run: _Run) -> "Part":

@@ -35,7 +35,7 @@ def _nothing() -> None:
 
 
 def absent_gpu(is_blackwell: bool) -> tuple[Patch, ...]:
-    """Return the answers that validation needs about the job's GPUs, which this node lacks.
+    """Return the answers that Megatron's validation needs about GPUs that this node lacks.
 
     Args:
         is_blackwell: whether the GPUs are Blackwell; otherwise they are Hopper.

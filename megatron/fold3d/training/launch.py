@@ -26,7 +26,7 @@ from typing import Any, Literal, NoReturn
 
 import fold3d_patches
 from fold3d_patches.cpu import flags as cpu_flags
-from fold3d_patches.registry import check_version
+from fold3d_patches.registry import apply, check_version
 from megatron.fold3d.commands.console import suggestion
 from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
@@ -142,6 +142,7 @@ def prepare(
 
     with uncompiled() if device == "cpu" or checks else nullcontext():
         if checks:
+            from fold3d_patches.cpu.device_queries import absent_gpu
             from megatron.fold3d.predict.cost_model.cluster import cluster
             from megatron.fold3d.training import dry_run
 
@@ -186,7 +187,7 @@ def prepare(
     patched.enter_context(fold3d_patches.install_platform(device))
     if checks and lacks_gpu:
         is_blackwell = known is not None and known.is_blackwell  # unknown GPUs count as older
-        patched.enter_context(fold3d_patches.install_absent_gpu(is_blackwell))
+        patched.enter_context(apply(absent_gpu(is_blackwell)))
     with nullcontext() if not checks else redirect_stdout(io.StringIO()):  # 800 lines of flags
         args = parse_and_validate_args(
             add_all, ignore_unknown_args, args_defaults=defaults | megatron_defaults(args)

@@ -6,6 +6,7 @@ per process is the running thread's.
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from queue import SimpleQueue
 
 import torch
@@ -60,7 +61,7 @@ class Baton:
             self._turns[_SECOND].acquire()
             if self._error is None:
                 make_current(device)
-                before.with_buffer(self._second_buffer).restore()
+                replace(before, memory_buffer=self._second_buffer).restore()
                 with stream:
                     self._run(second)
             self._running[_SECOND] = False
