@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -132,53 +132,33 @@ def _check_order(config: "Fold3DConfig", plan: "Plan") -> None:
 
 
 class _Run:
-    """What a run's features are made of, each when it is asked for first."""
+    """What several features of a run share; what is off is None, and not imported."""
+
+    communicator: "PreemptiveCommunicator | None" = None
+    baton: "Baton | None" = None
+    side: "Callable[[], int] | None" = None  # tells which of a pair a thread is
+    tracer: "Tracer | None" = None
 
     def __init__(self, config: "Fold3DConfig", plans: "Plans", num_local: int) -> None:
-        self.config, self.plans, self.num_local = config, plans, num_local
-        self.timeout = timedelta(minutes=config.distributed_timeout_minutes)
-
-    @cached_property
-    def communicator(self) -> "PreemptiveCommunicator | None":
-        """The scheduler of ``--preemptive-comm``."""
-        if not self.config.preemptive_comm:
-            return None
-
-        from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
-
-        return PreemptiveCommunicator.of(self.config)
-
-    @cached_property
-    def baton(self) -> "Baton | None":
-        """What the two micro-batches of a pair hand over."""
-        if not self.config.choice.pairs:
-            return None
-
-        from megatron.fold3d.runtime.tensor_parallel.baton import Baton
-
-        return Baton()
-
-    @cached_property
-    def tracer(self) -> "Tracer | None":
-        """What writes the trace."""
-        if self.config.trace is None:
-            return None
-
-        from megatron.fold3d.runtime.trace.tracer import Tracer
-
-        return Tracer(self.config, self.plans, _metrics())
-
-    @property
-    def recorder(self) -> "Events":
-        """The recorder of the trace, or what drops the events of a run without one."""
         from megatron.fold3d.runtime.events import UNHEARD
 
-        return UNHEARD if self.tracer is None else self.tracer.recorder
+        self.config, self.plans, self.num_local = config, plans, num_local
+        self.timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        self.recorder: Events = UNHEARD
+        if config.preemptive_comm:
+            from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 
-    @property
-    def side(self) -> "Callable[[], int] | None":
-        """What tells which side of a pair this thread is, if there are pairs: `Baton.side`."""
-        return None if self.baton is None else partial(getattr, self.baton, "side")
+            self.communicator = PreemptiveCommunicator.of(config)
+        if config.choice.pairs:
+            from megatron.fold3d.runtime.tensor_parallel.baton import Baton
+
+            self.baton = Baton()
+            self.side = partial(getattr, self.baton, "side")
+        if config.trace is not None:
+            from megatron.fold3d.runtime.trace.tracer import Tracer
+
+            self.tracer = Tracer(config, plans, _metrics())
+            self.recorder = self.tracer.recorder
 
 
 def _parts(run: _Run) -> "Iterator[Part]":
@@ -186,8 +166,12 @@ def _parts(run: _Run) -> "Iterator[Part]":
     c = run.config  # the outermost feature comes first
     if run.communicator is not None:
         yield (run.communicator,), ()
-    if c.choice.pairs:
-        yield _pairs(run)
+    if run.baton is not None:
+        from fold3d_patches.schedule import tensor_parallel_group, token_dispatcher
+        from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
+
+        group = tensor_parallel_group.patch(run.baton, run.recorder)
+        yield (PairedMicrobatches(run.baton),), (group, token_dispatcher.patch(run.baton))
     if c.num_ranks > 1:
         yield _transfers(run)
     if run.tracer is not None:
@@ -209,7 +193,11 @@ def _parts(run: _Run) -> "Iterator[Part]":
     if c.early_stages:
         yield _made("early_recompute:EarlyRecompute", patch="checkpoint")
     if c.offload_activations != "off":
-        yield _offload(run)
+        from fold3d_patches.schedule import checkpoint
+        from megatron.fold3d.runtime.offload.offloader import Offloader
+
+        offloader = Offloader.of(c, run.num_local, run.plans, run.recorder)
+        yield (offloader,), (checkpoint.patch(offloader),)
     if c.cuts_every_segment:
         from fold3d_patches.schedule import gradient_buckets
 
@@ -233,15 +221,6 @@ def _made(feature: str, *args: object, patch: str = "") -> "Part":
     if not patch:
         return (made,), ()
     return (made,), (import_module(f"fold3d_patches.schedule.{patch}").patch(made),)
-
-
-def _pairs(run: _Run) -> "Part":
-    from fold3d_patches.schedule import tensor_parallel_group, token_dispatcher
-    from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
-
-    assert run.baton is not None
-    group = tensor_parallel_group.patch(run.baton, run.recorder)
-    return (PairedMicrobatches(run.baton),), (group, token_dispatcher.patch(run.baton))
 
 
 def _transfers(run: _Run) -> "Part":
@@ -310,14 +289,6 @@ def _dp_sync(run: _Run) -> "Part":
         patches.append(optimizer_step.patch(due, _metrics(), replicated, auto))
         patches += due_steps.patches(due) if due else ()
     return features[::-1], patches
-
-
-def _offload(run: _Run) -> "Part":
-    from fold3d_patches.schedule import checkpoint
-    from megatron.fold3d.runtime.offload.offloader import Offloader
-
-    offloader = Offloader.of(run.config, run.num_local, run.plans, run.recorder)
-    return (offloader,), (checkpoint.patch(offloader),)
 
 
 def _trace_patches(run: _Run) -> Iterator[Patch]:
