@@ -28,11 +28,9 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
 from megatron.fold3d.runtime.preemption import slice_size
 from megatron.fold3d.runtime.preemption.control_sockets import ControlSockets
 from megatron.fold3d.runtime.preemption.preemptive_group import PreemptiveGroup
-from megatron.fold3d.runtime.preemption.unscheduled import Unscheduled
 
 logger = logging.getLogger(__name__)
 
-BUILD = "make extension"
 _SHUTDOWN_S = 10.0
 
 
@@ -40,7 +38,7 @@ class PreemptiveCommunicator(Feature):
     """Makes process groups that share one scheduler; a context manager that closes it.
 
     In a run, it starts the collectives of DDP's buckets, and outlives all features that
-    communicate. Without the extension nothing is preempted: see `Unscheduled`.
+    communicate.
 
     Args:
         slice_bytes: the size of a slice, or the largest one that `fit_slices` may choose.
@@ -48,6 +46,9 @@ class PreemptiveCommunicator(Feature):
         slices_in_flight: the number of slices in flight per group.
         pause_share: the largest share of the time for which slices may be held back.
         fits_slices: whether `fit_slices` may choose a smaller size.
+
+    Raises:
+        ValueError: the extension has not been built.
     """
 
     def __init__(
@@ -64,23 +65,20 @@ class PreemptiveCommunicator(Feature):
         self._slices_in_flight = slices_in_flight
         self._timeout = timeout
         self._pause_share = pause_share
-        self._extension = extension()
+        built = extension()
+        if built is None:
+            raise ValueError(
+                "--preemptive-comm: its C++ scheduler is not built, and nothing stands in for it; "
+                "run: make extension"
+            )
+        self._extension = built
         self._scheduler: Any = None
         self._links: Any = None
         self._open = ExitStack()
 
     @classmethod
     def of(cls, config: Fold3DConfig) -> Self:
-        """Return the communicator of a run.
-
-        Raises:
-            ValueError: the run is on GPUs, which need the extension, and it has not been built.
-        """
-        if config.device == "cuda" and extension() is None:
-            raise ValueError(
-                "--preemptive-comm: its C++ scheduler is not built, and on GPUs nothing stands in "
-                f"for it; run: {BUILD}"
-            )
+        """Return the communicator of a run."""
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
         return cls(
             slice_bytes=config.slice_bytes,
@@ -105,25 +103,16 @@ class PreemptiveCommunicator(Feature):
         """
         if self._scheduler is not None:
             return
-        extension = self._extension
-        if extension is None:
-            logger.warning(
-                "--preemptive-comm: the extension is not built, DP.sync is sliced but never waits; "
-                "run: %s",
-                BUILD,
-            )
-            self._scheduler = Unscheduled()
-            return
         rank, world = dist.get_rank(), dist.get_world_size()
-        policy = extension.Policy()
+        policy = self._extension.Policy()
         policy.rank, policy.timeout_s = rank, self._timeout.total_seconds()
         policy.slices_in_flight, policy.pause_share = self._slices_in_flight, self._pause_share
-        self._scheduler = extension.Scheduler(policy)
+        self._scheduler = self._extension.Scheduler(policy)
         atexit.register(self.close)
         if world > 1:
             ring = {(rank - 1) % world, (rank + 1) % world}
             sockets = self._open.enter_context(ControlSockets({*neighbours, *ring} - {rank}))
-            self._links = extension.ControlLinks(self._scheduler, sockets.connections)
+            self._links = self._extension.ControlLinks(self._scheduler, sockets.connections)
 
     def fit_slices(
         self, transfer_bytes: int, dp_group: dist.ProcessGroup, device: torch.device
@@ -140,8 +129,7 @@ class PreemptiveCommunicator(Feature):
     def group(self, group: dist.ProcessGroup, direction: int = 0) -> PreemptiveGroup:
         """Return a process group that schedules the communication of ``group``."""
         assert self._scheduler is not None, "connect first"
-        extension = self._extension
-        waiters = (extension.Waiter(), extension.Waiter()) if extension else (None, None)
+        waiters = self._extension.Waiter(), self._extension.Waiter()
         return PreemptiveGroup(group, self._scheduler, waiters, self._slice_bytes, direction)
 
     def statistics(self) -> Any:
