@@ -142,7 +142,8 @@ def _check_sync(plan: Plan, found: AbstractSet[tuple[int, Op]]) -> None:
         is_late = stage in late[stage % plan.num_ranks]
         wrong, text = None, ""
         if summed and scattered:
-            wrong = _last_sum(plan, actions[Op.REDUCE_SCATTER])
+            program = plan.programs[stage % plan.num_ranks]  # the last one may be a part
+            wrong = next(a for a in reversed(program) if a[:2] == (stage, Op.REDUCE_SCATTER))
             text = f"{wrong} beside {stage}ALL_REDUCE: a stage is summed in one way"
         elif summed and (wrong := actions.get(Op.ALL_GATHER)):
             text = f"{wrong} of a stage that is all-reduced: every replica has stepped all of it"
@@ -167,12 +168,6 @@ def _check_sync(plan: Plan, found: AbstractSet[tuple[int, Op]]) -> None:
                 text = f"{wrong} comes after {stage}STEP, with which the loop of the stage ends"
         if wrong:
             raise error_at(plan, cell_of(plan, wrong), text)
-
-
-def _last_sum(plan: Plan, whole: Action) -> Action:
-    """Return the last sum of a stage, which may be a part."""
-    program = plan.programs[whole.stage % plan.num_ranks]
-    return next(a for a in reversed(program) if a[:2] == whole[:2])
 
 
 def _check_channels(plan: Plan) -> None:

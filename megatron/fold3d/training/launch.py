@@ -90,16 +90,15 @@ def held_log() -> Iterator[None]:
 
     Before it trains, Megatron prints 850 lines of flags.
     """
-    held, can_begin = io.StringIO(), True
+    held = io.StringIO()
     try:
         with redirect_stdout(held):
             yield
     except MISTAKES:
-        can_begin = False
+        held = io.StringIO()
         raise
     finally:
-        if can_begin:
-            sys.stdout.write(held.getvalue())
+        sys.stdout.write(held.getvalue())
 
 
 def prepare(
@@ -182,8 +181,9 @@ def prepare(
                 "--segments auto with --check: it measures the hardware that trains; give "
                 "--segments N, `fold3d search` tells which"
             )
-        parse = partial(parse_args, add_all, ignore_unknown_args)
-        args = _with_chosen_segments(args, parse, defaults, builds_own_model)
+        sys.argv += _chosen_segments(args, defaults, builds_own_model)
+        args = parse_args(add_all, ignore_unknown_args)
+        Fold3DConfig.from_args(args)
     patched.enter_context(fold3d_patches.install_platform(device))
     if checks and lacks_gpu:
         is_blackwell = known is not None and known.is_blackwell  # unknown GPUs count as older
@@ -304,13 +304,10 @@ def refuse(error: Exception) -> int:
     return 2
 
 
-def _with_chosen_segments(
-    args: Namespace,
-    parse: Callable[[], Namespace],
-    defaults: Mapping[str, Any],
-    builds_own_model: bool,
-) -> Namespace:
-    """Return the namespace of the same command with what ``--segments auto`` has chosen."""
+def _chosen_segments(
+    args: Namespace, defaults: Mapping[str, Any], builds_own_model: bool
+) -> list[str]:
+    """Return the flags that ``--segments auto`` has chosen, and say why."""
     from megatron.fold3d.training.auto_segments import choose_segments
 
     flags, reason = choose_segments(args, sys.argv[1:], defaults, evenly=builds_own_model)
@@ -321,10 +318,7 @@ def _with_chosen_segments(
             f"{_script()}: --segments auto: measured is a layer of the GPT that Megatron's flags "
             "describe; if this script's layers take other times, try other --segments N too\n"
         )
-    sys.argv += flags
-    args = parse()
-    Fold3DConfig.from_args(args)
-    return args
+    return flags
 
 
 def _microbatch_flops(args: Namespace) -> Flops:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from megatron.fold3d.runtime.preemption import slice_size
 from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator, extension
 from tests.distributed import RankError, run_distributed
 
@@ -85,8 +84,10 @@ def exchange_at_random_times() -> dict[str, float]:
             if step % 10 == 4:
                 check_shares(reductions, step)
         statistics = communicator.statistics()
-        fitting = slice_size.measured(1 << 20, 1 << 22, dist.group.WORLD, torch.device("cpu"))
-        return {"transfers": statistics.transfers, "slices": statistics.slices, "fits": fitting}
+    other = PreemptiveCommunicator(slice_bytes=1 << 22, timeout=TIMEOUT, fits_slices=True)
+    other.fit_slices(1 << 20, dist.group.WORLD, torch.device("cpu"))
+    fitting = other._slice_bytes
+    return {"transfers": statistics.transfers, "slices": statistics.slices, "fits": fitting}
 
 
 @BUILT
@@ -183,7 +184,6 @@ def test_a_slice_that_is_late_ends_the_wait_of_every_rank_only_after_the_timeout
 LEAVES_WITHOUT_A_WORD = """
 import torch, torch.distributed as dist
 from datetime import timedelta
-from megatron.fold3d.runtime.preemption import slice_size
 from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 communicator = PreemptiveCommunicator(slice_bytes=4096, timeout=timedelta(seconds=60))

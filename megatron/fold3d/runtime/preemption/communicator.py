@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.policy.slice_bytes import slice_bytes
 from megatron.fold3d.runtime.feature import Feature, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     bucket_groups,
@@ -25,13 +26,14 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     ranks_of,
     set_group,
 )
-from megatron.fold3d.runtime.preemption import slice_size
+from megatron.fold3d.runtime.measure.lanes import all_reduces, message_s
 from megatron.fold3d.runtime.preemption.control_sockets import ControlSockets
 from megatron.fold3d.runtime.preemption.preemptive_group import PreemptiveGroup
 
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 10.0
+_LARGE = 1 << 20  # bytes
 
 
 class PreemptiveCommunicator(Feature):
@@ -119,11 +121,22 @@ class PreemptiveCommunicator(Feature):
     ) -> None:
         """Choose the slice size to use beside transfers of ``transfer_bytes``, from now on.
 
-        All ranks of the job call this together; nothing happens if the user has chosen a size.
+        All ranks of the job call this together. They measure at the same time, and the slowest
+        counts, so that all make the same slices. Nothing happens if the user has chosen a size.
         """
-        if self._fits_slices:
-            self._slice_bytes = slice_size.measured(
-                transfer_bytes, self._slice_bytes, dp_group, device
+        if not self._fits_slices:
+            return
+        # The launch cost is the time of a one-element all-reduce. The difference of two sizes would
+        # not show it: a link may let the first bytes of each message through at once.
+        element = torch.zeros(1, device=device)
+        launch_s = message_s(lambda: dist.all_reduce(element, group=dp_group), device)
+        per_byte_s = all_reduces(dp_group, _LARGE, device).s_per_byte
+        self._slice_bytes = slice_bytes(transfer_bytes, self._slice_bytes, per_byte_s, launch_s)
+        if dist.get_rank() == 0:
+            logger.info(
+                "DP.sync in slices of %s bytes: to start one takes %.3g ms, a byte %.3g ns; "
+                "--schedule ...:slice-bytes=%s repeats it",
+                *(self._slice_bytes, 1e3 * launch_s, 1e9 * per_byte_s, self._slice_bytes),
             )
 
     def group(self, group: dist.ProcessGroup, direction: int = 0) -> PreemptiveGroup:
