@@ -87,12 +87,6 @@ def blocking_settings(environment: Mapping[str, str]) -> Iterator[tuple[str, str
             yield f"{name}={value}", rule
 
 
-def _spans_nodes(environment: Mapping[str, str]) -> bool:
-    """Tell whether torchrun has started ranks on other nodes, too."""
-    num_ranks = environment.get("WORLD_SIZE", "1")
-    return int(num_ranks) > int(environment.get("LOCAL_WORLD_SIZE", num_ranks))
-
-
 def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
     """Yield one message (found, rule, fix) per setting with which a run on GPUs would fail."""
     if args.device != "cuda" or schedule == "stock":
@@ -101,7 +95,9 @@ def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
         yield f"{found}: {rule}; unset it, or use --schedule stock"
     if args.preemptive_comm and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         yield f"CUDA_DEVICE_MAX_CONNECTIONS, unset and so 8, {TOO_FEW_CONNECTIONS}"
-    if args.lazy_inter_segment and _spans_nodes(os.environ) and _GLOO_INTERFACE not in os.environ:
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    spans_nodes = int(num_ranks) > int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    if args.lazy_inter_segment and spans_nodes and _GLOO_INTERFACE not in os.environ:
         yield (
             f"--lazy-inter-segment on several nodes without {_GLOO_INTERFACE}: its tensors go from "
             "host to host over gloo, which takes the network of the host's name, often the one for "

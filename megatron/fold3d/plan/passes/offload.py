@@ -47,7 +47,10 @@ def add_offload(plan: Plan, *, depth: int = 1, at_most: int | None = None) -> Pl
 
 def _with_offload(program: Program, depth: int, at_most: int | None) -> Iterator[Action]:
     compute = [action for action in program if action.op in COMPUTE_OPS]
-    used = _first_uses(compute)
+    used: dict[_Key, int] = {}  # first, by its backward or recomputation
+    for index, (stage, op, microbatch) in enumerate(compute):
+        if op is Op.BACKWARD or op is Op.RECOMPUTE:
+            used.setdefault((stage, microbatch), index)
     travels = _travels(compute, used, depth, at_most)
     reloads = {  # by the computation during which they come back
         compute[index - depth]: Action(stage, Op.RELOAD, microbatch)
@@ -68,15 +71,6 @@ def _with_offload(program: Program, depth: int, at_most: int | None) -> Iterator
             leaving = None
         elif action.op is Op.FORWARD and (action.stage, action.microbatch) in travels:
             leaving = Action(action.stage, Op.OFFLOAD, action.microbatch)
-
-
-def _first_uses(compute: Sequence[Action]) -> dict[_Key, int]:
-    """Return the index of each (stage, micro-batch)'s first use: its backward, or recomputation."""
-    used: dict[_Key, int] = {}
-    for index, (stage, op, microbatch) in enumerate(compute):
-        if op is Op.BACKWARD or op is Op.RECOMPUTE:
-            used.setdefault((stage, microbatch), index)
-    return used
 
 
 def _travels(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_from, message_to, send_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
-from megatron.fold3d.plan.device_queues import Stream, queue_of, stream_of
+from megatron.fold3d.plan.device_queues import Stream, stream_of
 from megatron.fold3d.plan.ir import Action, Plan, PlanError, gc_paused
 from megatron.fold3d.plan.ops import P2P_OPS, SEND_OPS
 from megatron.fold3d.plan.passes.transfers import add_p2p
@@ -72,7 +72,8 @@ class _Rank:
 
     def __init__(self, number: int, items: Sequence[Item], connections: int) -> None:
         self.number, self.items = number, items
-        of_stream = queue_of(dict.fromkeys(item.stream for item in items), connections)
+        streams = dict.fromkeys(item.stream for item in items)  # in the order of their first use
+        of_stream = {stream: index % connections for index, stream in enumerate(streams)}
         numbers: list[list[int]] = [[] for _ in range(min(connections, len(of_stream)))]
         for index, item in enumerate(items):
             numbers[of_stream[item.stream]].append(index)
