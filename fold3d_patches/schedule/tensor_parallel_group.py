@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def patch(baton: "Baton | None" = None, recorder: Events = UNHEARD) -> Patch:
     """Return the patch that lets the tensor-parallel group hand ``baton`` over."""
-    hand_over = _keep if baton is None else baton.hand_over
+    hand_over = (lambda: None) if baton is None else baton.hand_over
 
     def initialize(upstream: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         from megatron.core import parallel_state
@@ -37,7 +37,3 @@ def patch(baton: "Baton | None" = None, recorder: Events = UNHEARD) -> Patch:
             )
 
     return around("megatron.core.parallel_state:initialize_model_parallel", initialize)
-
-
-def _keep() -> None:
-    """Hand nothing over: there are no pairs."""

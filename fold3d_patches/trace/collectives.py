@@ -58,9 +58,6 @@ def _patches(
     def name(self: Any, *args: Any, **kwargs: Any) -> str:
         return f"{tracer.stage_of(self)}{launched(self, *args, **kwargs)}"
 
-    def is_over(self: Any) -> bool:  # each module's hook waits again for gathered parameters
-        return of == "param" and self.param_gather_dispatched and getattr(self, handle) is None
-
     def start(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         def launch() -> Iterable[Any]:
             upstream(self, *args, **kwargs)
@@ -73,7 +70,8 @@ def _patches(
             ends[self] = recorder.collective(names[self], kind, launch)
 
     def finish(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        if is_over(self):
+        # Each module's hook waits again for gathered parameters.
+        if of == "param" and self.param_gather_dispatched and getattr(self, handle) is None:
             upstream(self, *args, **kwargs)
             return
         awaited = names.get(self) or name(self, *args, **kwargs)

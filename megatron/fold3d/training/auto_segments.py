@@ -42,7 +42,7 @@ from megatron.fold3d.predict.search.segments import (
     with_layers,
 )
 from megatron.fold3d.training.layer_memory import room_for_layers
-from megatron.fold3d.training.measure_worker import meeting_point
+from megatron.fold3d.training.leaving import meeting_point
 from megatron.fold3d.training.measurement_cache import MeasurementCache
 
 PATIENCE_S = 600.0
