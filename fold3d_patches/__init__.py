@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from megatron.fold3d.plan.ir import Plan
     from megatron.fold3d.runtime.events import Events
     from megatron.fold3d.runtime.feature import Feature
-    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
     from megatron.fold3d.runtime.plans import Plans
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
     from megatron.fold3d.runtime.tensor_parallel.baton import Baton
@@ -28,7 +27,6 @@ __all__ = [
     "Patch",
     "PatchError",
     "check_schedule",
-    "install_absent_gpu",
     "install_platform",
     "install_schedule",
 ]
@@ -50,13 +48,6 @@ def install_platform(device: str) -> ExitStack:
         patches += () if has_fusion_kernel() else unfused_layers.patches()
         patches += (many_queues.patch(),) if has_many_queues() else ()
     return apply(patches)
-
-
-def install_absent_gpu(is_blackwell: bool) -> ExitStack:
-    """Let Megatron validate flags for a GPU that this node lacks, until the stack closes."""
-    from fold3d_patches.cpu import device_queries
-
-    return apply(device_queries.absent_gpu(is_blackwell))
 
 
 def check_schedule(config: "Fold3DConfig", num_microbatches: int) -> "Plan | None":
@@ -141,62 +132,46 @@ def _check_order(config: "Fold3DConfig", plan: "Plan") -> None:
 
 
 class _Run:
-    """What a run's features are made of, each when it is asked for first."""
+    """What several features of a run share; what is off is None, and not imported."""
+
+    communicator: "PreemptiveCommunicator | None" = None
+    baton: "Baton | None" = None
+    side: "Callable[[], int] | None" = None  # tells which of a pair a thread is
+    tracer: "Tracer | None" = None
 
     def __init__(self, config: "Fold3DConfig", plans: "Plans", num_local: int) -> None:
-        self.config, self.plans, self.num_local = config, plans, num_local
-        self.timeout = timedelta(minutes=config.distributed_timeout_minutes)
-
-    @cached_property
-    def communicator(self) -> "PreemptiveCommunicator | None":
-        """The scheduler of ``--preemptive-comm``."""
-        if not self.config.preemptive_comm:
-            return None
-
-        from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
-
-        return PreemptiveCommunicator.of(self.config)
-
-    @cached_property
-    def baton(self) -> "Baton | None":
-        """What the two micro-batches of a pair hand over."""
-        if not self.config.choice.pairs:
-            return None
-
-        from megatron.fold3d.runtime.tensor_parallel.baton import Baton
-
-        return Baton()
-
-    @cached_property
-    def tracer(self) -> "Tracer | None":
-        """What writes the trace."""
-        if self.config.trace is None:
-            return None
-
-        from megatron.fold3d.runtime.trace.tracer import Tracer
-
-        return Tracer(self.config, self.plans, _metrics())
-
-    @property
-    def recorder(self) -> "Events":
-        """The recorder of the trace, or what drops the events of a run without one."""
         from megatron.fold3d.runtime.events import UNHEARD
 
-        return UNHEARD if self.tracer is None else self.tracer.recorder
+        self.config, self.plans, self.num_local = config, plans, num_local
+        self.timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        self.recorder: Events = UNHEARD
+        if config.preemptive_comm:
+            from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 
-    @property
-    def side(self) -> "Callable[[], int] | None":
-        """What tells which side of a pair this thread is, if there are pairs: `Baton.side`."""
-        return None if self.baton is None else partial(getattr, self.baton, "side")
+            self.communicator = PreemptiveCommunicator.of(config)
+        if config.choice.pairs:
+            from megatron.fold3d.runtime.tensor_parallel.baton import Baton
+
+            self.baton = Baton()
+            self.side = partial(getattr, self.baton, "side")
+        if config.trace is not None:
+            from megatron.fold3d.runtime.trace.tracer import Tracer
+
+            self.tracer = Tracer(config, plans, _metrics())
+            self.recorder = self.tracer.recorder
 
 
 def _parts(run: _Run) -> "Iterator[Part]":
     """Yield what a run adds to the executor; what is off is not made, and not imported."""
     c = run.config  # the outermost feature comes first
-    if c.preemptive_comm:
-        yield _made("preemption.preemption:Preemption", run.communicator, run.timeout)
-    if c.choice.pairs:
-        yield _pairs(run)
+    if run.communicator is not None:
+        yield (run.communicator,), ()
+    if run.baton is not None:
+        from fold3d_patches.schedule import tensor_parallel_group, token_dispatcher
+        from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
+
+        group = tensor_parallel_group.patch(run.baton, run.recorder)
+        yield (PairedMicrobatches(run.baton),), (group, token_dispatcher.patch(run.baton))
     if c.num_ranks > 1:
         yield _transfers(run)
     if run.tracer is not None:
@@ -218,7 +193,11 @@ def _parts(run: _Run) -> "Iterator[Part]":
     if c.early_stages:
         yield _made("early_recompute:EarlyRecompute", patch="checkpoint")
     if c.offload_activations != "off":
-        yield _offload(run)
+        from fold3d_patches.schedule import checkpoint
+        from megatron.fold3d.runtime.offload.offloader import Offloader
+
+        offloader = Offloader.of(c, run.num_local, run.plans, run.recorder)
+        yield (offloader,), (checkpoint.patch(offloader),)
     if c.cuts_every_segment:
         from fold3d_patches.schedule import gradient_buckets
 
@@ -226,7 +205,7 @@ def _parts(run: _Run) -> "Iterator[Part]":
     if c.features.steps_shards:
         from fold3d_patches.schedule import embedding_grads
 
-        yield (), embedding_grads.patches()
+        yield (), (embedding_grads.patch(),)
 
 
 def _made(feature: str, *args: object, patch: str = "") -> "Part":
@@ -244,15 +223,6 @@ def _made(feature: str, *args: object, patch: str = "") -> "Part":
     return (made,), (import_module(f"fold3d_patches.schedule.{patch}").patch(made),)
 
 
-def _pairs(run: _Run) -> "Part":
-    from fold3d_patches.schedule import tensor_parallel_group, token_dispatcher
-    from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
-
-    assert run.baton is not None
-    group = tensor_parallel_group.patch(run.baton, run.recorder)
-    return (PairedMicrobatches(run.baton),), (group, token_dispatcher.patch(run.baton))
-
-
 def _transfers(run: _Run) -> "Part":
     from megatron.fold3d.runtime.transfers.p2p import P2P
     from megatron.fold3d.runtime.transfers.pipeline_transfers import PipelineTransfers
@@ -264,14 +234,9 @@ def _transfers(run: _Run) -> "Part":
 
         connect = partial(AlternatingP2P, timeout=run.timeout)
     if run.communicator is not None:
-        import torch
+        from megatron.fold3d.runtime.preemption.preemptive_p2p import PreemptiveP2P
 
-        from megatron.fold3d.runtime.device import runs_behind
-        from megatron.fold3d.runtime.preemption.preemptive_p2p import AnnouncedP2P, PreemptiveP2P
-
-        behind = runs_behind(torch.device(config.device))
-        preemptive = PreemptiveP2P if behind else AnnouncedP2P
-        connect = partial(preemptive, run.communicator, timeout=run.timeout)
+        connect = partial(PreemptiveP2P, run.communicator, timeout=run.timeout)
     connects = [connect]
     if config.lazy_inter_segment:
         from megatron.fold3d.runtime.transfers.host_link import HostLink
@@ -288,7 +253,17 @@ def _dp_sync(run: _Run) -> "Part":
     due = replicated = auto = None
     features: list[Feature] = [DPSync(run.recorder, run.side)]  # the innermost first
     if config.choice.carries or "step" in config.auto:
-        due = _due_steps(run)
+        from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
+        from megatron.fold3d.runtime.grad_sync.sums import UNCUT
+
+        due = DueSteps(
+            run.plans,
+            slice_bytes=UNCUT if config.choice.slices else config.slice_bytes,
+            bounded=config.clips_or_scales,
+            timeout=run.timeout,
+            communicator=None if config.choice.order == "auto" else run.communicator,
+            recorder=run.recorder,
+        )
         features.append(due)
     elif (whole := config.choice.where(optimizer="replicated")) or "optimizer" in config.auto:
         from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
@@ -314,30 +289,6 @@ def _dp_sync(run: _Run) -> "Part":
         patches.append(optimizer_step.patch(due, _metrics(), replicated, auto))
         patches += due_steps.patches(due) if due else ()
     return features[::-1], patches
-
-
-def _due_steps(run: _Run) -> "DueSteps":
-    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
-    from megatron.fold3d.runtime.grad_sync.sums import UNCUT
-
-    config = run.config
-    return DueSteps(
-        run.plans,
-        slice_bytes=UNCUT if config.choice.slices else config.slice_bytes,
-        bounded=config.clips_or_scales,
-        timeout=run.timeout,
-        communicator=None if config.choice.order == "auto" else run.communicator,
-        recorder=run.recorder,
-    )
-
-
-def _offload(run: _Run) -> "Part":
-    from fold3d_patches.schedule import checkpoint
-    from megatron.fold3d.runtime.offload.offload_actions import Offload
-    from megatron.fold3d.runtime.offload.offloader import Offloader
-
-    offloader = Offloader.of(run.config, run.num_local)
-    return (Offload(offloader, run.plans, run.recorder),), (checkpoint.patch(offloader),)
 
 
 def _trace_patches(run: _Run) -> Iterator[Patch]:

@@ -9,21 +9,14 @@ Remove when: upstream looks for the extension before it builds it.
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 
-def _skip_if_built(upstream: Callable[[], None]) -> Callable[[], None]:
-    def compile_helpers() -> None:
-        if find_spec("megatron.core.datasets.helpers_cpp") is None:
-            upstream()
-
-    return compile_helpers
+def _unless_built(upstream: Callable[[], None]) -> None:
+    if find_spec("megatron.core.datasets.helpers_cpp") is None:
+        upstream()
 
 
 def patch() -> Patch:
     """The build of the dataset index helpers."""
-    return Patch(
-        target="megatron.core.datasets.utils:compile_helpers",
-        parameters=(),
-        make=_skip_if_built,
-    )
+    return around("megatron.core.datasets.utils:compile_helpers", _unless_built, parameters=())

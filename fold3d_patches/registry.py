@@ -3,6 +3,7 @@
 Keeps one invariant: after `apply` raises, and after its stack closes, every symbol is restored.
 """
 
+import functools
 import inspect
 import logging
 import runpy
@@ -57,6 +58,27 @@ def replace(
 ) -> Patch:
     """Return the patch that puts ``ours`` in the place of a symbol, and never calls upstream's."""
     return Patch(target=target, make=lambda _: ours, rebinds=rebinds, parameters=parameters)
+
+
+def around(
+    target: str,
+    ours: Callable[..., Any],
+    rebinds: tuple[str, ...] = (),
+    parameters: tuple[str, ...] | None = None,
+) -> Patch:
+    """Return the patch that calls ``ours`` for a function: with upstream's, then the arguments.
+
+    What stands there has upstream's name and attributes, by which Megatron finds some functions.
+    """
+
+    def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return ours(upstream, *args, **kwargs)
+
+        return call
+
+    return Patch(target=target, make=make, rebinds=rebinds, parameters=parameters)
 
 
 def apply(patches: Sequence[Patch]) -> ExitStack:

@@ -10,22 +10,21 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 
-def _unfused(upstream: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:  # noqa: N807
-        if config.gradient_accumulation_fusion:
-            config = copy.copy(config)
-            config.gradient_accumulation_fusion = False
-        upstream(self, *args, config=config, **kwargs)
-
-    return __init__
+def _unfused(
+    upstream: Callable[..., None], self: Any, *args: Any, config: Any, **kwargs: Any
+) -> None:
+    if config.gradient_accumulation_fusion:
+        config = copy.copy(config)
+        config.gradient_accumulation_fusion = False
+    upstream(self, *args, config=config, **kwargs)
 
 
 def patches() -> tuple[Patch, ...]:
     """Return the patches of both kinds of layers."""
     return tuple(
-        Patch(target=f"megatron.core.tensor_parallel.layers:{layer}.__init__", make=_unfused)
+        around(f"megatron.core.tensor_parallel.layers:{layer}.__init__", _unfused)
         for layer in ("ColumnParallelLinear", "RowParallelLinear")
     )

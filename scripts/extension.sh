@@ -8,7 +8,7 @@ if [[ -f ${built[0]} && -z $(find csrc setup.py .venv/installed -newer "${built[
     exit 0
 fi
 if ! command -v "${CXX:-c++}" >/dev/null; then
-    echo "No C++ compiler: --preemptive-comm will slice DP.sync and hold nothing back. Install g++, then: make extension"
+    echo "No C++ compiler: --preemptive-comm is refused. Install g++, then: make extension"
     exit 0
 fi
 echo "Building the C++ scheduler: half a minute."

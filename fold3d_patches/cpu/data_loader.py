@@ -14,25 +14,24 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 
-def _own_generator(upstream: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-    def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
-        loader = upstream(dataset, consumed_samples)
-        if isinstance(loader, DataLoader):
-            loader.pin_memory = False
-            loader.generator = torch.Generator().manual_seed(torch.initial_seed())
-        return loader
-
-    return build_pretraining_data_loader
+def _with_own_generator(
+    upstream: Callable[[Any, int], Any], dataset: Any, consumed_samples: int
+) -> Any:
+    loader = upstream(dataset, consumed_samples)
+    if isinstance(loader, DataLoader):
+        loader.pin_memory = False
+        loader.generator = torch.Generator().manual_seed(torch.initial_seed())
+    return loader
 
 
 def patch() -> Patch:
     """The loader of the training, validation and test data."""
-    return Patch(
-        target="megatron.training.datasets.data_samplers:build_pretraining_data_loader",
+    return around(
+        "megatron.training.datasets.data_samplers:build_pretraining_data_loader",
+        _with_own_generator,
         rebinds=("megatron.training.training:build_pretraining_data_loader",),
         parameters=("dataset", "consumed_samples"),
-        make=_own_generator,
     )

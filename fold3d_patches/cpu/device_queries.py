@@ -30,12 +30,8 @@ def _answer(name: str, value: Callable[[], Any], module: str = "torch.cuda") -> 
     return replace(f"{module}:{name}", query)
 
 
-def _nothing() -> None:
-    pass
-
-
 def absent_gpu(is_blackwell: bool) -> tuple[Patch, ...]:
-    """Return the answers that validation needs about the job's GPUs, which this node lacks.
+    """Return the answers that Megatron's validation needs about GPUs that this node lacks.
 
     Args:
         is_blackwell: whether the GPUs are Blackwell; otherwise they are Hopper.
@@ -53,12 +49,12 @@ def patches() -> tuple[Patch, ...]:
         _answer("is_available", lambda: False),
         _answer("device_count", lambda: 1),
         _answer("current_device", lambda: CPU),
-        _answer("set_device", _nothing),
+        _answer("set_device", lambda: None),
         _answer("get_device_name", lambda: "cpu"),
         _answer("get_device_capability", lambda: CAPABILITY),
         _answer("get_device_properties", lambda: SimpleNamespace(name="cpu", major=CAPABILITY[0])),
         _answer("memory_stats", Counter),
-        _answer("reset_peak_memory_stats", _nothing),
-        _answer("range_push", _nothing, module="torch.cuda.nvtx"),
-        _answer("range_pop", _nothing, module="torch.cuda.nvtx"),
+        _answer("reset_peak_memory_stats", lambda: None),
+        _answer("range_push", lambda: None, module="torch.cuda.nvtx"),
+        _answer("range_pop", lambda: None, module="torch.cuda.nvtx"),
     )

@@ -12,25 +12,22 @@ from typing import Any
 
 import torch
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 
-def _always_as_asked(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    def maybe_move_tensor_to_cpu(
-        tensor: Any, as_numpy: bool = False, record_stream: bool = False
-    ) -> Any:
-        moved = upstream(tensor, as_numpy, record_stream)
-        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
-
-    return maybe_move_tensor_to_cpu
+def _always_as_asked(
+    upstream: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
+    moved = upstream(tensor, as_numpy, record_stream)
+    return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
 
 def patch() -> Patch:
     """The numbers of tokens that expert-parallel ranks exchange."""
     name = "maybe_move_tensor_to_cpu"
-    return Patch(
-        target=f"megatron.core.transformer.moe.moe_utils:{name}",
+    return around(
+        f"megatron.core.transformer.moe.moe_utils:{name}",
+        _always_as_asked,
         rebinds=(f"megatron.core.transformer.moe.token_dispatcher:{name}",),
         parameters=("tensor", "as_numpy", "record_stream"),
-        make=_always_as_asked,
     )

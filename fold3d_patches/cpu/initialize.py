@@ -5,21 +5,21 @@ Change: the argument is True.
 Remove when: ``pretrain`` passes ``allow_no_cuda`` on.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 
-def _allow_no_cuda(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(upstream, allow_no_cuda=True)
+def _without_cuda(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return upstream(*args, **kwargs | {"allow_no_cuda": True})
 
 
 def patch() -> Patch:
     """The one assertion that stops a run without CUDA."""
-    return Patch(
-        target="megatron.training.initialize:initialize_megatron",
+    return around(
+        "megatron.training.initialize:initialize_megatron",
+        _without_cuda,
         rebinds=(
             "megatron.training:initialize_megatron",
             "megatron.training.training:initialize_megatron",
@@ -30,5 +30,4 @@ def patch() -> Patch:
             *("seed_pp_group", "seed_dp_group", "seed_tp_group", "seed_ep_group"),
             *("seed_etp_group", "skip_random_seed"),
         ),
-        make=_allow_no_cuda,
     )

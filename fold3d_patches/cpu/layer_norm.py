@@ -12,30 +12,29 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 
-def _allow_sequence_parallel(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not config.sequence_parallel:
-            return upstream(cls, config, *args, **kwargs)
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        norm = upstream(cls, plain, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True
-        return norm
-
-    return new
+def _allow_sequence_parallel(
+    upstream: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if not config.sequence_parallel:
+        return upstream(cls, config, *args, **kwargs)
+    plain = copy.copy(config)
+    plain.sequence_parallel = False
+    norm = upstream(cls, plain, *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True
+    return norm
 
 
 def patch() -> Patch:
     """The norm that ``--transformer-impl local`` uses."""
-    return Patch(
-        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+    return around(
+        "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        _allow_sequence_parallel,
         parameters=(
             *("cls", "config", "hidden_size", "eps"),
             *("persist_layer_norm", "zero_centered_gamma", "normalization"),
         ),
-        make=_allow_sequence_parallel,
     )

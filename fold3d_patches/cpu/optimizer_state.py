@@ -17,69 +17,55 @@ from typing import Any
 
 import torch
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
-def _complete(upstream: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def state_dict(self: Any) -> Any:
-        if isinstance(self.optimizer, torch.optim.Adam):  # AdamW is one
-            for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
-                if not self.optimizer.state[parameter]:
-                    self.optimizer.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-        return upstream(self)
-
-    return state_dict
+def _complete(upstream: Callable[[Any], Any], self: Any) -> Any:
+    if isinstance(self.optimizer, torch.optim.Adam):  # AdamW is one
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if not self.optimizer.state[parameter]:
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+    return upstream(self)
 
 
-def _count_apart(upstream: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        upstream(self, state_dict)
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"].clone()
-
-    return load_state_dict
+def _count_apart(upstream: Callable[[Any, Any], None], self: Any, state_dict: Any) -> None:
+    upstream(self, state_dict)
+    for state in self.optimizer.state.values():
+        if "step" in state:
+            state["step"] = state["step"].clone()
 
 
-def _shards_only(upstream: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def _get_main_param_and_optimizer_states(self: Any, model_param: Any) -> Any:
-        tensors = upstream(self, model_param)
-        return {name: tensor for name, tensor in tensors.items() if name != "step"}
-
-    return _get_main_param_and_optimizer_states
+def _shards_only(upstream: Callable[[Any, Any], Any], self: Any, model_param: Any) -> Any:
+    tensors = upstream(self, model_param)
+    return {name: tensor for name, tensor in tensors.items() if name != "step"}
 
 
-def _keep_counter(upstream: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
-    @torch.no_grad()
-    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
-        upstream(self, model_param, {**tensors, "step": None})  # what is no tensor is not copied
-
-    return _set_main_param_and_optimizer_states
+@torch.no_grad()
+def _keep_counter(
+    upstream: Callable[[Any, Any, Any], None], self: Any, model_param: Any, tensors: Any
+) -> None:
+    upstream(self, model_param, {**tensors, "step": None})  # what is no tensor is not copied
 
 
 def patches() -> tuple[Patch, ...]:
     """The state that a checkpoint is written from and loaded into."""
     return (
-        Patch(target=f"{_OPTIMIZER}.state_dict", parameters=("self",), make=_complete),
-        Patch(
-            target=f"{_OPTIMIZER}.load_state_dict",
-            parameters=("self", "state_dict"),
-            make=_count_apart,
-        ),
-        Patch(
-            target=f"{_OPTIMIZER}._get_main_param_and_optimizer_states",
+        around(f"{_OPTIMIZER}.state_dict", _complete, parameters=("self",)),
+        around(f"{_OPTIMIZER}.load_state_dict", _count_apart, parameters=("self", "state_dict")),
+        around(
+            f"{_OPTIMIZER}._get_main_param_and_optimizer_states",
+            _shards_only,
             parameters=("self", "model_param"),
-            make=_shards_only,
         ),
-        Patch(
-            target=f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+        around(
+            f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+            _keep_counter,
             parameters=("self", "model_param", "tensors"),
-            make=_keep_counter,
         ),
     )

@@ -66,10 +66,6 @@ def _no_wait(device: Any = None) -> None:
     pass
 
 
-def _not_capturing() -> bool:
-    return False
-
-
 def patches() -> tuple[Patch, ...]:
     """Streams, events, and the waits for them."""
     return (
@@ -80,5 +76,5 @@ def patches() -> tuple[Patch, ...]:
         replace("torch.cuda:current_stream", _current_stream),
         replace("torch.cuda:default_stream", _current_stream),
         replace("torch.cuda:synchronize", _no_wait),
-        replace("torch.cuda:is_current_stream_capturing", _not_capturing),
+        replace("torch.cuda:is_current_stream_capturing", lambda: False),
     )

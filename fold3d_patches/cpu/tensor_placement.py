@@ -16,7 +16,7 @@ import torch
 from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.utils._device import _device_constructors
 
-from fold3d_patches.registry import Patch, replace
+from fold3d_patches.registry import Patch, around, replace
 
 FACTORIES = ("empty", "empty_like", "ones", "rand", "tensor", "zeros")
 
@@ -47,22 +47,20 @@ def _stay(self: Any, *_args: Any, **_kwargs: Any) -> Any:
     return self
 
 
-def _type_as_on_gpu(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:
-            return upstream(self).replace("torch.", "torch.cuda.")
-        if isinstance(dtype, str):
-            dtype = dtype.replace("torch.cuda.", "torch.")
-        return upstream(self, dtype, *args, **kwargs)
+def _type_as_on_gpu(
+    upstream: Callable[..., Any], self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if dtype is None:
+        return upstream(self).replace("torch.", "torch.cuda.")
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.")
+    return upstream(self, dtype, *args, **kwargs)
 
-    return type_
 
-
-def _init_data_on_cpu(upstream: Callable[..., None]) -> Callable[..., None]:
-    def init_data(self: Any, device: Any, init_fn: Any = torch.empty) -> None:
-        upstream(self, cpu_if_cuda(device), init_fn)
-
-    return init_data
+def _init_data_on_cpu(
+    upstream: Callable[..., None], self: Any, device: Any, init_fn: Any = torch.empty
+) -> None:
+    upstream(self, cpu_if_cuda(device), init_fn)
 
 
 def patches() -> tuple[Patch, ...]:
@@ -71,10 +69,10 @@ def patches() -> tuple[Patch, ...]:
         *(Patch(target=f"torch:{name}", make=_on_cpu) for name in FACTORIES),
         replace("torch:Tensor.cuda", _stay),
         replace("torch.nn:Module.cuda", _stay),
-        Patch(target="torch:Tensor.type", make=_type_as_on_gpu),
-        Patch(
-            target="megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
+        around("torch:Tensor.type", _type_as_on_gpu),
+        around(
+            "megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
+            _init_data_on_cpu,
             parameters=("self", "device", "init_fn"),
-            make=_init_data_on_cpu,
         ),
     )

@@ -9,7 +9,7 @@ Remove when: ``--delay-wgrad-compute`` works under any schedule, and for some of
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 if TYPE_CHECKING:
     import torch
@@ -20,21 +20,18 @@ if TYPE_CHECKING:
 def patch(delayed: "EngineWeightGrads") -> Patch:
     """Return the patch of the function that DDP calls when a parameter's gradient is ready."""
 
-    def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
-        def _make_backward_post_hook(self: Any, param: "torch.nn.Parameter") -> Any:
-            add_gradient = upstream(self, param)
+    def make_hook(upstream: Callable[..., Any], ddp: Any, param: "torch.nn.Parameter") -> Any:
+        add_gradient = upstream(ddp, param)
 
-            def hook(*unused: Any) -> None:
-                if not delayed.puts_off(param, add_gradient):
-                    add_gradient(*unused)
+        def hook(*unused: Any) -> None:
+            if not delayed.puts_off(param, add_gradient):
+                add_gradient(*unused)
 
-            return hook
-
-        return _make_backward_post_hook
+        return hook
 
     module = "megatron.core.distributed.distributed_data_parallel"
-    return Patch(
-        target=f"{module}:DistributedDataParallel._make_backward_post_hook",
+    return around(
+        f"{module}:DistributedDataParallel._make_backward_post_hook",
+        make_hook,
         parameters=("self", "param"),
-        make=make,
     )

@@ -8,10 +8,9 @@ Remove when: Megatron offloads the inputs of recomputation, and recomputes ahead
     under any pipeline schedule.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.early_recompute import EarlyRecompute
@@ -20,18 +19,9 @@ if TYPE_CHECKING:
 
 def patch(units: "Offloader | EarlyRecompute") -> Patch:
     """Return the patch of the function that full and selective recomputation call."""
-
-    def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
-        def checkpoint(
-            function: Callable[..., Any], distribute_saved_activations: bool, *args: Any
-        ) -> Any:
-            return units.checkpoint(upstream, function, distribute_saved_activations, *args)
-
-        return checkpoint
-
-    return Patch(
-        target="megatron.core.tensor_parallel.random:checkpoint",
+    return around(
+        "megatron.core.tensor_parallel.random:checkpoint",
+        units.checkpoint,
         rebinds=("megatron.core.tensor_parallel:checkpoint",),
         parameters=("function", "distribute_saved_activations", "args"),
-        make=make,
     )

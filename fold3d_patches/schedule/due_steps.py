@@ -14,10 +14,12 @@ Remove when: Megatron calls hooks before it reads parameters and at the end of t
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
+
+Func = Callable[..., Any]
 
 _CHUNK = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 
@@ -25,59 +27,35 @@ _CHUNK = "megatron.core.distributed.distributed_data_parallel:DistributedDataPar
 def patches(due: "DueSteps") -> tuple[Patch, ...]:
     """Return the patches of the end of an iteration, of checkpoints, and of a chunk's gradients."""
 
-    def make_exit(upstream: Callable[..., bool]) -> Callable[..., bool]:
+    def decide_exit(
+        upstream: Func, model: Any, optimizer: Any, scheduler: Any, iteration: int, *others: Any
+    ) -> Any:
         from megatron.training import get_args
 
-        def checkpoint_and_decide_exit(
-            model: Any, optimizer: Any, opt_param_scheduler: Any, iteration: int, *others: Any
-        ) -> bool:
-            exits = upstream(model, optimizer, opt_param_scheduler, iteration, *others)
-            if exits or iteration >= get_args().train_iters:  # all ranks decide alike
-                due.take_all()
-            return exits
-
-        return checkpoint_and_decide_exit
-
-    def make_save(upstream: Callable[..., Any]) -> Callable[..., Any]:
-        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        exits = upstream(model, optimizer, scheduler, iteration, *others)
+        if exits or iteration >= get_args().train_iters:  # all ranks decide alike
             due.take_all()
-            return upstream(*args, **kwargs)
+        return exits
 
-        return save_checkpoint
-
-    def make_scale(upstream: Callable[..., None]) -> Callable[..., None]:
-        def scale_gradients(self: Any, scaling_factor: Any) -> None:
-            if not due.defer_scaling(self, scaling_factor):
-                upstream(self, scaling_factor)
-
-        return scale_gradients
-
-    def make_zero(upstream: Callable[..., None]) -> Callable[..., None]:
-        def zero_grad_buffer(self: Any) -> None:
-            if not due.defer_zeroing(self):
-                upstream(self)
-
-        return zero_grad_buffer
+    def save(upstream: Func, *args: Any, **kwargs: Any) -> Any:
+        due.take_all()
+        return upstream(*args, **kwargs)
 
     return (
-        Patch(
-            target="megatron.training.training:checkpoint_and_decide_exit",
+        around(
+            "megatron.training.training:checkpoint_and_decide_exit",
+            decide_exit,
             parameters=(
                 *("model", "optimizer", "opt_param_scheduler", "iteration"),
                 *("num_floating_point_operations_so_far", "checkpointing_context"),
                 "train_data_iterator",
             ),
-            make=make_exit,
         ),
-        Patch(
-            target="megatron.training.checkpointing:save_checkpoint",
+        around(
+            "megatron.training.checkpointing:save_checkpoint",
+            save,
             rebinds=("megatron.training.training:save_checkpoint",),
-            make=make_save,
         ),
-        Patch(
-            target=f"{_CHUNK}.scale_gradients",
-            parameters=("self", "scaling_factor"),
-            make=make_scale,
-        ),
-        Patch(target=f"{_CHUNK}.zero_grad_buffer", parameters=("self",), make=make_zero),
+        around(f"{_CHUNK}.scale_gradients", due.scale, parameters=("self", "scaling_factor")),
+        around(f"{_CHUNK}.zero_grad_buffer", due.zero, parameters=("self",)),
     )

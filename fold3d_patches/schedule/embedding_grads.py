@@ -11,37 +11,32 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 
-def patches() -> tuple[Patch, ...]:
+def patch() -> Patch:
     """Return the patch of the sum of one embedding's gradients."""
-
-    def make(upstream: Callable[..., None]) -> Callable[..., None]:
-        from megatron.fold3d.runtime.grad_sync.bucket_groups import own_shard
-
-        def _allreduce_embedding_grad(
-            model: Any,
-            embd_group: Any,
-            pp_group: Any,
-            weight_getter: Any,
-            *others: Any,
-            **named: Any,
-        ) -> None:
-            def get(module: Any) -> Any:
-                weight = weight_getter(module)
-                shard = None if weight is None else own_shard(model, weight, embd_group)
-                return weight if shard is None else SimpleNamespace(main_grad=shard)
-
-            upstream(model, embd_group, pp_group, get, *others, **named)
-
-        return _allreduce_embedding_grad
-
-    found = Patch(
-        target="megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
-        parameters=(
-            *("model", "embd_group", "pp_group", "weight_getter", "skip_if_none", "config"),
-        ),
-        make=make,
+    return around(
+        "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
+        _sum_own_shard,
+        parameters=("model", "embd_group", "pp_group", "weight_getter", "skip_if_none", "config"),
     )
-    return (found,)
+
+
+def _sum_own_shard(
+    upstream: Callable[..., None],
+    model: Any,
+    embd_group: Any,
+    pp_group: Any,
+    weight_getter: Any,
+    *others: Any,
+    **named: Any,
+) -> None:
+    from megatron.fold3d.runtime.grad_sync.bucket_groups import own_shard
+
+    def get(module: Any) -> Any:
+        weight = weight_getter(module)
+        shard = None if weight is None else own_shard(model, weight, embd_group)
+        return weight if shard is None else SimpleNamespace(main_grad=shard)
+
+    upstream(model, embd_group, pp_group, get, *others, **named)

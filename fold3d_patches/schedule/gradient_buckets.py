@@ -10,7 +10,7 @@ Remove when: Megatron lets the caller choose which chunks have buckets.
 from collections.abc import Callable
 from typing import Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 Func = Callable[..., Any]
 
@@ -18,17 +18,17 @@ Func = Callable[..., Any]
 def patches() -> tuple[Patch, ...]:
     """Return the patches of DDP's constructor and of its gradient buffers' constructor."""
     return (
-        Patch(
-            target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-            make=_bucket_groups_of_their_own,
+        around(
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+            _with_bucket_groups,
             parameters=(
                 *("self", "config", "ddp_config", "module", "disable_bucketing"),
                 *("pg_collection", "full_param_layout"),
             ),
         ),
-        Patch(
-            target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
-            make=_cut_buffer,
+        around(
+            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
+            _cut,
             parameters=(
                 *("self", "ddp_config", "param_dtype", "grad_dtype", "params_with_names"),
                 *("data_parallel_group", "bucket_size", "param_to_name"),
@@ -39,16 +39,12 @@ def patches() -> tuple[Patch, ...]:
     )
 
 
-def _bucket_groups_of_their_own(upstream: Func) -> Func:
-    def __init__(self: Any, *args: Any, disable_bucketing: bool = False, **kwargs: Any) -> None:  # noqa: N807
-        upstream(self, *args, **kwargs)
+def _with_bucket_groups(
+    upstream: Func, self: Any, *args: Any, disable_bucketing: bool = False, **kwargs: Any
+) -> None:
+    upstream(self, *args, **kwargs)
 
-    return __init__
 
-
-def _cut_buffer(upstream: Func) -> Func:
-    def __init__(self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        before, _bucket_size, *after = args[:4], *args[4:]
-        upstream(self, ddp_config, *before, ddp_config.bucket_size, *after, **kwargs)
-
-    return __init__
+def _cut(upstream: Func, self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+    before, _bucket_size, *after = args[:4], *args[4:]
+    upstream(self, ddp_config, *before, ddp_config.bucket_size, *after, **kwargs)

@@ -8,10 +8,9 @@ Remove when: Megatron's ``--delay-wgrad-compute`` works under any schedule, for 
 """
 
 from collections.abc import Callable
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 if TYPE_CHECKING:
     import torch
@@ -21,46 +20,42 @@ if TYPE_CHECKING:
 
 def patch(delayed: "DelayedWeightGrads") -> Patch:
     """Return the patch of the function behind column- and row-parallel linear layers."""
+    from megatron.fold3d.runtime.weight_grads.delayed_linear import Parallel
 
-    def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
-        from megatron.fold3d.runtime.weight_grads.delayed_linear import Parallel
-
-        @wraps(upstream)  # upstream keeps a mark on the function, and finds it by name
-        def linear(
-            input: "torch.Tensor",  # noqa: A002 - it is passed by name
-            weight: "torch.Tensor",
-            bias: "torch.Tensor | None",
-            gradient_accumulation_fusion: bool,
-            allreduce_dgrad: bool,
-            sequence_parallel: bool,
-            tp_group: Any = None,
-            **rest: Any,
-        ) -> Any:
-            if delayed.concerns(weight):
-                parallel = Parallel(allreduce_dgrad, sequence_parallel, tp_group)
-                return delayed.linear(input, weight, bias, parallel)
-            return upstream(
-                input,
-                weight,
-                bias,
-                gradient_accumulation_fusion,
-                allreduce_dgrad,
-                sequence_parallel,
-                tp_group=tp_group,
-                **rest,
-            )
-
-        return linear
+    def linear(
+        upstream: Callable[..., Any],
+        input: "torch.Tensor",  # noqa: A002 - it is passed by name
+        weight: "torch.Tensor",
+        bias: "torch.Tensor | None",
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: Any = None,
+        **rest: Any,
+    ) -> Any:
+        if delayed.concerns(weight):
+            parallel = Parallel(allreduce_dgrad, sequence_parallel, tp_group)
+            return delayed.linear(input, weight, bias, parallel)
+        return upstream(
+            input,
+            weight,
+            bias,
+            gradient_accumulation_fusion,
+            allreduce_dgrad,
+            sequence_parallel,
+            tp_group=tp_group,
+            **rest,
+        )
 
     module = "megatron.core.tensor_parallel"
     name = "linear_with_grad_accumulation_and_async_allreduce"
-    return Patch(
-        target=f"{module}.layers:{name}",
+    return around(
+        f"{module}.layers:{name}",
+        linear,
         rebinds=(f"{module}:{name}",),
         parameters=(
             *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad"),
             *("sequence_parallel", "grad_output_buffer", "wgrad_deferral_limit", "tp_group"),
             "gtp_remat_size",
         ),
-        make=make,
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 _PP = ("pp",)
 _DP = ("dp", "dp_cp", "intra_dp_cp", "ep_dp", "intra_ep_dp", "inter_ep_dp")
@@ -22,21 +22,18 @@ def patch(pp_traffic_class: int | None, dp_traffic_class: int | None) -> Patch:
     """Return the patch that sets the traffic classes of Megatron's process groups, if given."""
     classes = dict.fromkeys(_PP, pp_traffic_class) | dict.fromkeys(_DP, dp_traffic_class)
 
-    def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
-        def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> Any:
-            options: Any = upstream(pg_name, nccl_comm_cfgs)
-            if (traffic_class := classes.get(pg_name)) is None:
-                return options
-            options = options or dist.ProcessGroupNCCL.Options()
-            options.config.traffic_class = traffic_class
+    def mark(upstream: Callable[..., Any], pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> Any:
+        options: Any = upstream(pg_name, nccl_comm_cfgs)
+        if (traffic_class := classes.get(pg_name)) is None:
             return options
+        options = options or dist.ProcessGroupNCCL.Options()
+        options.config.traffic_class = traffic_class
+        return options
 
-        return get_nccl_options
-
-    return Patch(
-        target="megatron.core.parallel_state:get_nccl_options",
+    return around(
+        "megatron.core.parallel_state:get_nccl_options",
+        mark,
         parameters=("pg_name", "nccl_comm_cfgs"),
-        make=make,
     )
 
 

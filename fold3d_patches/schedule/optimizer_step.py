@@ -17,18 +17,17 @@ Remove when: Megatron's optimizer steps model chunks one by one, lets each chunk
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.auto_schedule import AutoSchedule
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
     from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
     from megatron.fold3d.runtime.trace.metrics import Metrics
-
-Step = Callable[[Any], Any]
 
 
 def patch(
@@ -46,53 +45,36 @@ def patch(
         auto: learns of each step, if the run measures.
     """
 
-    def make(upstream: Step) -> Step:
-        step = upstream
-        if due is not None:
-            step = _in_two_iterations(step, due, metrics)
-        if replicated is not None:
-            step = _widened(step, replicated)
-        if auto is not None:
-            step = _noted(step, auto)
-        return step
+    def step(upstream: Callable[[Any], Any], optimizer: Any) -> Any:
+        whole_step = partial(upstream, optimizer)
 
-    return Patch(
-        target="megatron.core.optimizer.optimizer:ChainedOptimizer.step",
-        parameters=("self",),
-        make=make,
+        def take() -> Any:
+            with nullcontext() if replicated is None else replicated.widened(optimizer):
+                if due is None:
+                    return whole_step()
+                return _in_two_iterations(due, optimizer, whole_step, metrics)
+
+        return take() if auto is None else auto.step(take)
+
+    return around(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer.step", step, parameters=("self",)
     )
 
 
-def _in_two_iterations(upstream: Step, due: "DueSteps", metrics: "Metrics") -> Step:
+def _in_two_iterations(
+    due: "DueSteps", optimizer: Any, whole_step: Callable[[], Any], metrics: "Metrics"
+) -> Any:
     from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
     from megatron.training import get_args
 
-    def step(self: Any) -> Any:
-        args = get_args()
-        iteration = args.curr_iteration + 1
-        num_samples = args.consumed_train_samples + get_current_running_global_batch_size()
-        report = partial(metrics.write_grad_norm, iteration=iteration, num_samples=num_samples)
-        return due.step(
-            self,
-            iteration,
-            whole_step=lambda: upstream(self),
-            report=report if iteration % args.tensorboard_log_interval == 0 else None,
-            logs=iteration % args.log_interval == 0,
-        )
-
-    return step
-
-
-def _widened(upstream: Step, replicated: "ReplicatedSegments") -> Step:
-    def step(self: Any) -> Any:
-        with replicated.widened(self):
-            return upstream(self)
-
-    return step
-
-
-def _noted(upstream: Step, auto: "AutoSchedule") -> Step:
-    def step(self: Any) -> Any:
-        return auto.step(lambda: upstream(self))
-
-    return step
+    args = get_args()
+    iteration = args.curr_iteration + 1
+    num_samples = args.consumed_train_samples + get_current_running_global_batch_size()
+    report = partial(metrics.write_grad_norm, iteration=iteration, num_samples=num_samples)
+    return due.step(
+        optimizer,
+        iteration,
+        whole_step=whole_step,
+        report=report if iteration % args.tensorboard_log_interval == 0 else None,
+        logs=iteration % args.log_interval == 0,
+    )

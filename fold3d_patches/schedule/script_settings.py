@@ -5,54 +5,46 @@ Change: what a plan cannot run ends the job before the first iteration, in one m
 Remove when: ``pretrain`` calls a hook before it trains.
 """
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 
 def patches() -> Iterator[Patch]:
     """Yield the patches of both functions: with ``--skip-train`` Megatron calls only the second."""
-    yield Patch(
-        target="megatron.training.training:train",
+    yield around(
+        "megatron.training.training:train",
+        _checked,
         parameters=(
             *("forward_step_func", "model", "optimizer", "opt_param_scheduler"),
             *("train_data_iterator", "valid_data_iterator", "process_non_loss_data_func"),
             *("config", "checkpointing_context", "non_loss_data_func", "inference_model"),
             *("p2p_communicator", "pg_collection"),
         ),
-        make=_checked,
     )
-    yield Patch(
-        target="megatron.training.training:evaluate_and_print_results",
+    yield around(
+        "megatron.training.training:evaluate_and_print_results",
+        _checked,
         parameters=(
             *("prefix", "forward_step_func", "data_iterator", "model", "iteration"),
             *("process_non_loss_data_func", "config", "verbose", "write_to_tensorboard"),
             *("non_loss_data_func", "pg_collection", "p2p_communicator"),
         ),
-        make=_checked,
     )
 
 
-def _checked(upstream: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.core.utils import get_model_config
 
     from megatron.fold3d.runtime.executor import script_problems
 
-    parameters = inspect.signature(upstream)
+    given = inspect.signature(upstream).bind(*args, **kwargs).arguments
+    alone = given["process_non_loss_data_func"] if not given.get("non_loss_data_func") else None
+    if problems := [*script_problems(get_model_config(given["model"][0]), alone)]:
+        from megatron.fold3d.training.launch import refuse
 
-    @functools.wraps(upstream)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        given = parameters.bind(*args, **kwargs).arguments
-        alone = given["process_non_loss_data_func"] if not given.get("non_loss_data_func") else None
-        problems = [*script_problems(get_model_config(given["model"][0]), alone)]
-        if problems:
-            from megatron.fold3d.training.launch import refuse
-
-            sys.exit(refuse(ValueError("\n".join(problems))))
-        return upstream(*args, **kwargs)
-
-    return checked
+        sys.exit(refuse(ValueError("\n".join(problems))))
+    return upstream(*args, **kwargs)

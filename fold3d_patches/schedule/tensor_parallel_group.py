@@ -7,11 +7,10 @@ Change: the groups of tensor parallelism and of experts are wrapped before any m
 Remove when: Megatron runs two micro-batches at a time under any pipeline schedule.
 """
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 from megatron.fold3d.runtime.events import UNHEARD, Events
 
 if TYPE_CHECKING:
@@ -20,29 +19,21 @@ if TYPE_CHECKING:
 
 def patch(baton: "Baton | None" = None, recorder: Events = UNHEARD) -> Patch:
     """Return the patch that lets the tensor-parallel group hand ``baton`` over."""
-    hand_over = _keep if baton is None else baton.hand_over
+    hand_over = (lambda: None) if baton is None else baton.hand_over
 
-    def make(upstream: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(upstream)
-        def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-            from megatron.core import parallel_state
+    def initialize(upstream: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        from megatron.core import parallel_state
 
-            from megatron.fold3d.runtime.tensor_parallel.paired_group import PairedGroup
+        from megatron.fold3d.runtime.tensor_parallel.paired_group import PairedGroup
 
-            upstream(*args, **kwargs)
-            parallel_state._TENSOR_MODEL_PARALLEL_GROUP = PairedGroup(
-                parallel_state.get_tensor_model_parallel_group(), hand_over, recorder
+        upstream(*args, **kwargs)
+        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = PairedGroup(
+            parallel_state.get_tensor_model_parallel_group(), hand_over, recorder
+        )
+        experts = parallel_state.get_expert_model_parallel_group()
+        if experts.size() > 1:
+            parallel_state._EXPERT_MODEL_PARALLEL_GROUP = PairedGroup(
+                experts, hand_over, recorder, "EP.sync"
             )
-            experts = parallel_state.get_expert_model_parallel_group()
-            if experts.size() > 1:
-                parallel_state._EXPERT_MODEL_PARALLEL_GROUP = PairedGroup(
-                    experts, hand_over, recorder, "EP.sync"
-                )
 
-        return initialize_model_parallel
-
-    return Patch(target="megatron.core.parallel_state:initialize_model_parallel", make=make)
-
-
-def _keep() -> None:
-    """Hand nothing over: there are no pairs."""
+    return around("megatron.core.parallel_state:initialize_model_parallel", initialize)

@@ -8,7 +8,7 @@ Remove when: Megatron's DDP calls hooks around its collectives.
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.plan.ops import GATHER_OPS
 from megatron.fold3d.runtime.events import no_end
@@ -58,38 +58,28 @@ def _patches(
     def name(self: Any, *args: Any, **kwargs: Any) -> str:
         return f"{tracer.stage_of(self)}{launched(self, *args, **kwargs)}"
 
-    def is_over(self: Any) -> bool:  # each module's hook waits again for gathered parameters
-        return of == "param" and self.param_gather_dispatched and getattr(self, handle) is None
+    def start(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        def launch() -> Iterable[Any]:
+            upstream(self, *args, **kwargs)
+            return getattr(getattr(self, handle), "works", ())
 
-    def make_start(upstream: Callable[..., None]) -> Callable[..., None]:
-        def start(self: Any, *args: Any, **kwargs: Any) -> None:
-            def launch() -> Iterable[Any]:
-                upstream(self, *args, **kwargs)
-                return getattr(getattr(self, handle), "works", ())
+        if getattr(self, handle) is not None:  # launched already
+            launch()
+        else:
+            names[self] = name(self, *args, **kwargs)
+            ends[self] = recorder.collective(names[self], kind, launch)
 
-            if getattr(self, handle) is not None:  # launched already
-                launch()
-            else:
-                names[self] = name(self, *args, **kwargs)
-                ends[self] = recorder.collective(names[self], kind, launch)
-
-        return start
-
-    def make_finish(upstream: Callable[..., None]) -> Callable[..., None]:
-        def finish(self: Any, *args: Any, **kwargs: Any) -> None:
-            if is_over(self):
-                upstream(self, *args, **kwargs)
-                return
-            awaited = names.get(self) or name(self, *args, **kwargs)
-            with recorder.span(f"wait {awaited}", "wait"):
-                upstream(self, *args, **kwargs)
-            ends.pop(self, no_end)()
-
-        return finish
+    def finish(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        # Each module's hook waits again for gathered parameters.
+        if of == "param" and self.param_gather_dispatched and getattr(self, handle) is None:
+            upstream(self, *args, **kwargs)
+            return
+        awaited = names.get(self) or name(self, *args, **kwargs)
+        with recorder.span(f"wait {awaited}", "wait"):
+            upstream(self, *args, **kwargs)
+        ends.pop(self, no_end)()
 
     return tuple(
-        Patch(target=f"{_BUCKETS}.{verb}_{of}_sync", parameters=("self", parameter), make=make)
-        for verb, parameter, make in zip(
-            ("start", "finish"), parameters, (make_start, make_finish), strict=True
-        )
+        around(f"{_BUCKETS}.{ours.__name__}_{of}_sync", ours, parameters=("self", parameter))
+        for ours, parameter in zip((start, finish), parameters, strict=True)
     )

@@ -11,7 +11,7 @@ Remove when: Megatron calls hooks around an iteration, a computation and an opti
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.trace.tracer import Tracer
@@ -24,48 +24,43 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 def iteration(tracer: "Tracer") -> Patch:
     """Return the patch of an iteration, from zeroing the gradients to the optimizer step."""
 
-    def make(upstream: Func) -> Func:
-        def train_step(
-            forward_step_func: Any,
-            data_iterator: Any,
-            model: Any,
-            *args: Any,
-            iteration: int,
-            **kwargs: Any,
-        ) -> Any:
-            with tracer.iteration(iteration + 1, model):  # as the log counts
-                return upstream(
-                    forward_step_func, data_iterator, model, *args, iteration=iteration, **kwargs
-                )
+    def recorded(
+        upstream: Func,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        *args: Any,
+        iteration: int,
+        **kwargs: Any,
+    ) -> Any:
+        with tracer.iteration(iteration + 1, model):  # as the log counts
+            return upstream(
+                forward_step_func, data_iterator, model, *args, iteration=iteration, **kwargs
+            )
 
-        return train_step
-
-    return Patch(
-        target="megatron.training.training:train_step",
+    return around(
+        "megatron.training.training:train_step",
+        recorded,
         parameters=(
             *("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler"),
             *("config", "forward_backward_func", "iteration", "pg_collection", "p2p_communicator"),
         ),
-        make=make,
     )
 
 
 def updates(tracer: "Tracer") -> tuple[Patch, ...]:
     """Return the patches of the two parts of an optimizer step that compute."""
 
-    def make(upstream: Func) -> Func:
-        def recorded(self: Any) -> Any:
-            # A step of one stage is an action; that of all stages follows the program.
-            with tracer.recorder.span(tracer.recorder.running or "optimizer", "optimizer"):
-                return upstream(self)
-
-        return recorded
+    def recorded(upstream: Func, optimizer: Any) -> Any:
+        # A step of one stage is an action; that of all stages follows the program.
+        with tracer.recorder.span(tracer.recorder.running or "optimizer", "optimizer"):
+            return upstream(optimizer)
 
     return tuple(
-        Patch(
-            target=f"megatron.core.optimizer.optimizer:ChainedOptimizer.{name}",
+        around(
+            f"megatron.core.optimizer.optimizer:ChainedOptimizer.{name}",
+            recorded,
             parameters=("self",),
-            make=make,
         )
         for name in ("prepare_grads", "step_with_ready_grads")
     )
@@ -80,45 +75,36 @@ def computations(tracer: "Tracer") -> tuple[Patch, ...]:
     # Stage and micro-batch, by the id of an output, which stays alive until its backward.
     forwards: dict[int, tuple[int, int]] = {}
 
-    def make_forward(upstream: Func) -> Func:
-        def forward_step(*args: Any, **kwargs: Any) -> Any:
-            if not recorder.is_on:
-                return upstream(*args, **kwargs)
-            stage, number = tracer.stage(kwargs.get("vp_stage") or 0), kwargs["current_microbatch"]
-            with recorder.span(f"{stage}F{number}", "compute"):
-                output, num_tokens = upstream(*args, **kwargs)
-            forwards[id(output)] = stage, number
-            return output, num_tokens
+    def forward(upstream: Func, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.is_on:
+            return upstream(*args, **kwargs)
+        stage, number = tracer.stage(kwargs.get("vp_stage") or 0), kwargs["current_microbatch"]
+        with recorder.span(f"{stage}F{number}", "compute"):
+            output, num_tokens = upstream(*args, **kwargs)
+        forwards[id(output)] = stage, number
+        return output, num_tokens
 
-        return forward_step
-
-    def make_backward(upstream: Func) -> Func:
-        def backward_step(
-            input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any
-        ) -> Any:
-            arguments = input_tensor, output_tensor, output_tensor_grad, config
-            if not recorder.is_on:
-                return upstream(*arguments)
-            stage, number = forwards.pop(id(output_tensor))
-            with recorder.span(f"{stage}B{number}", "compute"):
-                return upstream(*arguments)
-
-        return backward_step
+    def backward(upstream: Func, input_tensor: Any, output_tensor: Any, *others: Any) -> Any:
+        if not recorder.is_on:
+            return upstream(input_tensor, output_tensor, *others)
+        stage, number = forwards.pop(id(output_tensor))
+        with recorder.span(f"{stage}B{number}", "compute"):
+            return upstream(input_tensor, output_tensor, *others)
 
     return (
-        Patch(
-            target=f"{_SCHEDULES}:forward_step",
+        around(
+            f"{_SCHEDULES}:forward_step",
+            forward,
             parameters=(
                 *("forward_step_func", "data_iterator", "model", "num_microbatches"),
                 *("input_tensor", "forward_data_store", "config", "cp_group_size"),
                 *("collect_non_loss_data", "checkpoint_activations_microbatch"),
                 *("is_first_microbatch", "current_microbatch", "vp_stage", "is_last_stage"),
             ),
-            make=make_forward,
         ),
-        Patch(
-            target=f"{_SCHEDULES}:backward_step",
+        around(
+            f"{_SCHEDULES}:backward_step",
+            backward,
             parameters=("input_tensor", "output_tensor", "output_tensor_grad", "config"),
-            make=make_backward,
         ),
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron.fold3d.runtime.preemption.communicator import BUILD, extension
+from megatron.fold3d.runtime.preemption.communicator import extension
 from scripts.bench.preemption_rank import HEADERS, Load, Mode, Result, run_killed, run_modes
 from scripts.bench.processes import check_real_time
 from scripts.bench.testbed import (
@@ -240,7 +240,7 @@ def main(argv: Sequence[str]) -> int:
         check_real_time()  # ranks take it without being asked
         if extension() is None:
             raise ValueError(
-                f"the extension is not built, and without it nothing waits; run: {BUILD}"
+                "the extension is not built, and without it nothing waits; run: make extension"
             )
         for rate, load in loads(args):
             rate_bit_s = parse_rate(rate)

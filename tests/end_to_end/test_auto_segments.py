@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.training.choose_segments import measure
+from megatron.fold3d.training.auto_segments import measure
 from tests.distributed import run_distributed
 from tests.end_to_end.test_own_script import changed, run_recorded
 from tests.end_to_end.training import Record, differences, train

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fold3d_patches.registry import MEGATRON, Patch, PatchError, apply
+from fold3d_patches.registry import MEGATRON, Patch, PatchError, apply, around
 from megatron.fold3d.training.launch import train
 
 
@@ -75,6 +75,12 @@ def test_a_method_keeps_its_kind(
     with apply([Patch(target=target, make=double)]):
         assert call() == patched
     assert call() == before
+
+
+def test_what_is_put_around_a_function_gets_it_first_and_has_its_name(upstream: Any) -> None:
+    with apply([around("upstream:three", lambda upstream, size: upstream(size) + 1)]):
+        assert upstream.three(size=1) == 4
+        assert upstream.three.__name__ == "three"
 
 
 def test_an_inherited_method_is_patched_in_the_one_class_only(upstream: Any) -> None:

@@ -59,7 +59,7 @@ PATCHES = (
         ReplicatedSegments([0]),
         AutoSchedule(CONFIG, Plans(CONFIG), measured_search),
     ),
-    *embedding_grads.patches(),
+    embedding_grads.patch(),
     *gradient_buckets.patches(),
     linear.patch(DelayedWeightGrads()),
     backward_post_hook.patch(EngineWeightGrads()),

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
-from megatron.fold3d.plan.ops import STAGE_OPS
+from megatron.fold3d.plan.ops import P2P_OPS, STAGE_OPS
 
 AIAO = """\
 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
@@ -54,7 +54,7 @@ def test_a_plan_knows_its_sizes():
     plan = Plan.from_text(AIAO)
     assert (plan.num_ranks, plan.num_segments) == (2, 2)
     assert (plan.num_stages, plan.num_microbatches) == (4, 2)
-    assert not plan.has_p2p
+    assert not plan.has(*P2P_OPS)
 
 
 def test_text_is_one_line_per_rank():

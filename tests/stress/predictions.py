@@ -24,7 +24,8 @@ from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.schedule_word import Part, Word
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SPLIT_SCHEDULES
-from megatron.fold3d.training.dry_run import RunEstimate, cluster_of
+from megatron.fold3d.predict.cost_model.cluster import cluster as named_cluster
+from megatron.fold3d.training.dry_run import RunEstimate
 
 _CLUSTER = """
 num_nodes = {gpus}
@@ -166,7 +167,7 @@ def of_check(job: Job, parser: ArgumentParser, cluster: Path) -> tuple[float, li
     config = Fold3DConfig.from_args(args)
     batch = args.micro_batch_size * args.data_parallel_size
     check_schedule(config, args.global_batch_size // batch)
-    found = RunEstimate.of(args, cluster_of(str(cluster)))
+    found = RunEstimate.of(args, named_cluster(str(cluster)))
     return found.iteration_s, list(found.peaks)
 
 

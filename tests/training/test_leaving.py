@@ -151,7 +151,7 @@ def _fail_with(
     def main(_: Sequence[str]) -> int:
         if error is None:
             os.kill(os.getpid(), 9)
-        store = leaving._store()
+        store = leaving.meeting_point("failures", 3.0)
         _wait_for(store, "about to fail", num_failing, counts=1)
         if waits:
             _wait_for(store, waits, 1)

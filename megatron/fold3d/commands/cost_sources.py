@@ -1,13 +1,12 @@
 """Where the costs of a prediction come from: a model on a cluster, a file, or numbers."""
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from math import inf, isfinite
 from pathlib import Path
 
-from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.spelling import flag_of
 from megatron.fold3d.observe.fields import read_text
 from megatron.fold3d.observe.memory_curve import Footprint
@@ -44,7 +43,7 @@ def add_cost_options(parser: ArgumentParser) -> None:
     add_cluster_options(parser, sources)
 
 
-def add_number_options(parser: ArgumentGroup | ArgumentParser) -> None:
+def add_number_options(parser: _ActionsContainer) -> None:
     """Add ``--seconds`` and ``--costs``."""
     parser.add_argument(
         "--seconds",
@@ -58,7 +57,7 @@ def add_number_options(parser: ArgumentGroup | ArgumentParser) -> None:
     parser.add_argument("--costs", type=Path, metavar="FILE", help="JSON, a key per kind of action")
 
 
-def add_cluster_options(parser: ArgumentParser, sources: ArgumentGroup | None = None) -> None:
+def add_cluster_options(parser: ArgumentParser, sources: _ActionsContainer | None = None) -> None:
     """Add ``--cluster``, one of several sources or else required, and what was measured of it."""
     (sources or parser).add_argument(
         "--cluster",

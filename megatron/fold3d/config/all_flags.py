@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron.fold3d.config.fold3d_config import Device, Offload
-from megatron.fold3d.config.nccl_settings import traffic_classes
+from megatron.fold3d.config.gpu_settings import traffic_classes
 from megatron.fold3d.config.recompute_flags import counts_or_auto
 from megatron.fold3d.config.retired_flags import add_retired_flags
 from megatron.fold3d.config.schedule_flags import add_schedule_word, word_of

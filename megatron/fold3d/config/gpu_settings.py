@@ -1,11 +1,11 @@
-"""Requirements of a run on GPUs other than flags: kernels, libraries and settings of CUDA.
+"""Requirements of a run on GPUs other than flags: kernels, libraries, settings of CUDA and NCCL.
 
 Keeps one invariant: nothing here imports torch or touches a GPU. So a run that would hang or fail
 in its first iteration is refused before it begins.
 """
 
 import os
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,6 +47,8 @@ _TIMING = dict.fromkeys(
 )
 """The same where all streams share one hardware queue."""
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_CLASS_OF_ALL = ("NCCL_IB_SL", "NCCL_IB_TC")
+_CLASSES = range(256)
 
 
 def has_fusion_kernel() -> bool:
@@ -85,12 +87,6 @@ def blocking_settings(environment: Mapping[str, str]) -> Iterator[tuple[str, str
             yield f"{name}={value}", rule
 
 
-def _spans_nodes(environment: Mapping[str, str]) -> bool:
-    """Tell whether torchrun has started ranks on other nodes, too."""
-    num_ranks = environment.get("WORLD_SIZE", "1")
-    return int(num_ranks) > int(environment.get("LOCAL_WORLD_SIZE", num_ranks))
-
-
 def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
     """Yield one message (found, rule, fix) per setting with which a run on GPUs would fail."""
     if args.device != "cuda" or schedule == "stock":
@@ -99,7 +95,9 @@ def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
         yield f"{found}: {rule}; unset it, or use --schedule stock"
     if args.preemptive_comm and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         yield f"CUDA_DEVICE_MAX_CONNECTIONS, unset and so 8, {TOO_FEW_CONNECTIONS}"
-    if args.lazy_inter_segment and _spans_nodes(os.environ) and _GLOO_INTERFACE not in os.environ:
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    spans_nodes = int(num_ranks) > int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    if args.lazy_inter_segment and spans_nodes and _GLOO_INTERFACE not in os.environ:
         yield (
             f"--lazy-inter-segment on several nodes without {_GLOO_INTERFACE}: its tensors go from "
             "host to host over gloo, which takes the network of the host's name, often the one for "
@@ -116,3 +114,56 @@ def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
             f"{' and '.join(asking)} without {OFFLOAD_LIBRARY}: on a GPU copies and host memory "
             "are its; run: make build-cuda"
         )
+
+
+def traffic_classes(text: str) -> dict[str, int]:
+    """Read the value of ``--traffic-class``: a class for ``pp``, for ``dp`` or for both."""
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    classes = {name: number for name, _, number in pairs}
+    if len(classes) < len(pairs) or not (
+        classes.keys() <= {"pp", "dp"} and all(map(str.isdecimal, classes.values()))
+    ):
+        raise ArgumentTypeError(f"{text!r}: a class is a number for pp, dp or both; give pp=N,dp=N")
+    return {name: int(number) for name, number in classes.items()}
+
+
+def launch_problems(args: Namespace) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per setting that may hang ``--preemptive-comm``.
+
+    One thread starts what is ready while another runs ahead on the compute stream, and every rank's
+    gate has its own timing. So what makes the device keep the order of launches can deadlock ranks.
+    """
+    if args.device != "cuda" or not args.preemptive_comm:
+        return
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if connections is not None and not has_many_queues():
+        yield f"CUDA_DEVICE_MAX_CONNECTIONS={connections} {TOO_FEW_CONNECTIONS}"
+    if os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1":
+        yield (
+            "NCCL_LAUNCH_ORDER_IMPLICIT=1 with --preemptive-comm: groups would have to start their "
+            "operations in one order on all ranks, and a gate delays those of one rank; unset it"
+        )
+
+
+def traffic_class_problems(args: Namespace) -> Iterator[str]:
+    """Yield the problems of ``--traffic-class``."""
+    classes: dict[str, int] = args.traffic_class
+    if not classes:
+        return
+    found = f"--traffic-class {','.join(f'{name}={value}' for name, value in classes.items())}"
+    if unknown := [value for value in classes.values() if value not in _CLASSES]:
+        yield (
+            f"{found}: {unknown[0]} is no class, which is a number from {_CLASSES[0]} to "
+            f"{_CLASSES[-1]}; on InfiniBand the service level, 0 to 15, on RoCE four times the DSCP"
+        )
+    if args.device == "cpu":
+        yield (
+            f"{found} with --device cpu: gloo does not mark its packets; drop the flag, or train "
+            "on GPUs"
+        )
+    for name in _CLASS_OF_ALL if args.device == "cuda" else ():
+        if (value := os.environ.get(name)) is not None:
+            yield (
+                f"{name}={value} with {found}: it sets the class of all of NCCL's connections and "
+                "wins; drop one of the two"
+            )

@@ -18,8 +18,8 @@ from megatron.fold3d.config.bucket_flags import (
     slices_dp_sync,
 )
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.gpu_settings import launch_problems, traffic_class_problems
 from megatron.fold3d.config.job_sizes import size_problems
-from megatron.fold3d.config.nccl_settings import launch_problems, traffic_class_problems
 from megatron.fold3d.config.offload_flags import offloads_everything, saved_bytes
 from megatron.fold3d.config.recompute_flags import recompute_count_problems, recomputes_means
 from megatron.fold3d.config.refusals import may_defer, may_try, refusals, unknown_segments

@@ -1,11 +1,9 @@
 """Flags of ours that are parts of ``--schedule`` now: refused, with the new spelling."""
 
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
+from argparse import SUPPRESS, ArgumentTypeError, _ActionsContainer
 from collections.abc import Mapping
 from functools import partial
 from typing import NoReturn
-
-from megatron.fold3d.config.argument_group import ArgumentGroup
 
 # By flag, what to give instead; {} is the flag's value.
 RETIRED = {
@@ -29,9 +27,7 @@ RETIRED = {
 }
 
 
-def add_retired_flags(
-    group: ArgumentGroup | ArgumentParser, retired: Mapping[str, str] = RETIRED
-) -> None:
+def add_retired_flags(group: _ActionsContainer, retired: Mapping[str, str] = RETIRED) -> None:
     """Add flags that are refused, and shown in no help."""
     for flag, instead in retired.items():
         group.add_argument(

@@ -101,16 +101,12 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
             f"{found} --vocab-file: Megatron would download one with the package wget, which is "
             "not installed; give --vocab-file, and for GPT2BPETokenizer --merge-file"
         )
-    if kind in (*_FROM_FILE, "TikTokenizer") or _is_path(args.tokenizer_model):
+    is_path = (args.tokenizer_model or "").startswith(("/", "./", "../", "~"))  # no name on a hub
+    if kind in (*_FROM_FILE, "TikTokenizer") or is_path:
         files["--tokenizer-model"] = args.tokenizer_model
     for flag, file in files.items():
         if file and not Path(file).exists():
             yield f"{flag} {file}: no such file; give the tokenizer's"
-
-
-def _is_path(name: str | None) -> bool:
-    """Return True if this is a path, rather than a model's name on a hub."""
-    return name is not None and name.startswith(("/", "./", "../", "~"))
 
 
 def _clashes(args: Namespace) -> Iterator[str]:

@@ -103,16 +103,11 @@ def _demands(args: Namespace) -> Iterator[str]:
         yield "--exit-on-missing-checkpoint"
     if args.pretrained_checkpoint is not None:
         yield f"--pretrained-checkpoint {args.pretrained_checkpoint}"
-    if _lacks_sizes(args):
-        yield "--use-checkpoint-args without all sizes of the model"
-
-
-def _lacks_sizes(args: Namespace) -> bool:
-    """Return True if the model's sizes are left to the checkpoint."""
     sizes = (args.hidden_size, args.num_attention_heads, args.max_position_embeddings)
     layers, length = args.num_layers, args.seq_length
     given = (*sizes, layers or args.encoder_num_layers, length or args.encoder_seq_length)
-    return args.use_checkpoint_args and None in given
+    if args.use_checkpoint_args and None in given:
+        yield "--use-checkpoint-args without all sizes of the model"
 
 
 def _iteration(found: str, folder: Path, iteration: int) -> Iterator[str]:

@@ -4,11 +4,10 @@
 checkpoints, which hold the namespace, load without this package.
 """
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Iterator
 from functools import cache
 
-from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.spelling import named
 from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.files import read_plan
@@ -21,7 +20,7 @@ from megatron.fold3d.plan.schedules import check_forwards_ahead
 _SMALLEST_SLICE = 4096  # below, a message costs more than what it carries
 
 
-def add_schedule_word(group: ArgumentGroup | ArgumentParser, text: str) -> None:
+def add_schedule_word(group: _ActionsContainer, text: str) -> None:
     """Add ``--schedule`` to a parser, with this help."""
     group.add_argument("--schedule", type=_checked, default=STOCK, metavar="WORD", help=text)
 

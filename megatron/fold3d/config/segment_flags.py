@@ -49,12 +49,10 @@ def _auto_problems(args: Namespace) -> Iterator[str]:
             "--segments auto without --num-layers: the checkpoint would tell too late; "
             "give --num-layers"
         )
-    elif not (fitting_segments(args) or _has_layer_for_each_rank(args)):
-        yield uneven_ranks(args)
-
-
-def _has_layer_for_each_rank(args: Namespace) -> bool:
-    return may_be_uneven(args) and num_layers(args) >= args.pipeline_model_parallel_size
+    elif not fitting_segments(args):
+        has_layer_for_each_rank = num_layers(args) >= args.pipeline_model_parallel_size
+        if not (may_be_uneven(args) and has_layer_for_each_rank):
+            yield uneven_ranks(args)
 
 
 def virtual_stage_flag(args: Namespace) -> str | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.plan.ops import SUM_OPS, WEIGHT_OPS
+from megatron.fold3d.plan.ops import P2P_OPS, SUM_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
@@ -141,7 +141,7 @@ def lower(
         from megatron.fold3d.plan.passes.offload import add_offload
 
         plan = add_offload(plan, depth=offload.depth, at_most=offload.at_most)
-    if features.transfers and plan.num_ranks > 1 and not plan.has_p2p:
+    if features.transfers and plan.num_ranks > 1 and not plan.has(*P2P_OPS):
         plan = add_p2p(
             plan,
             receives_late=features.receives_late,

@@ -106,11 +106,6 @@ def reduced_apart(program: Program, num_ranks: int) -> frozenset[int]:
     return frozenset(odd - carried(program).keys())
 
 
-def queue_of(streams: Mapping[Stream, None], connections: int) -> dict[Stream, int]:
-    """Return the queue of each stream; ``streams`` are in the order of their first use."""
-    return {stream: index % connections for index, stream in enumerate(streams)}
-
-
 def send_waits(program: Program) -> dict[int, list[Action]]:
     """Return, by index in the program, the sends that the compute stream waits for (rule 7)."""
     waits: dict[int, list[Action]] = defaultdict(list)

@@ -54,11 +54,8 @@ def parse_plan(content: bytes) -> Plan:
         raise PlanError("not text; a plan file is what `fold3d plan` writes") from None
     if text.lstrip().startswith("{"):
         return _from_json(text)
-    is_table = any("," in line for line in text.splitlines() if not line.startswith("#"))
-    return _from_table(text) if is_table else Plan.from_text(text)
-
-
-def _from_table(text: str) -> Plan:
+    if not any("," in line for line in text.splitlines() if not line.startswith("#")):
+        return Plan.from_text(text)
     if "REDUCE_GRAD" in text or "I" in text:
         from megatron.fold3d.plan.torch_tables import in_our_words, is_torchs
 

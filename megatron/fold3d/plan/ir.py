@@ -29,7 +29,6 @@ from typing import NamedTuple, Self
 
 from megatron.fold3d.plan.ops import (
     COMPUTE_OPS,
-    P2P_OPS,
     PART_OPS,
     STAGE_OPS,
     SUM_OPS,
@@ -155,11 +154,6 @@ class Plan:
         object.__setattr__(self, "num_segments", stages // ranks)
         object.__setattr__(self, "num_microbatches", 1 + last)
 
-    @classmethod
-    def generate(cls, schedule: Callable[[int], Iterable[Action]], num_ranks: int) -> Self:
-        """Collect the program that ``schedule(rank)`` yields for each rank."""
-        return cls(tuple(tuple(schedule(rank)) for rank in range(num_ranks)))
-
     @property
     def num_ranks(self) -> int:
         """Pipeline ranks: p in the paper."""
@@ -184,20 +178,14 @@ class Plan:
             for stage, op, _ in program
         )
 
-    @property
-    def has_backwards(self) -> bool:
-        """True if it is the plan of a training iteration."""
-        return self.has(Op.BACKWARD)
-
-    @property
-    def has_p2p(self) -> bool:
-        """True if sends and receives are part of the plan yet."""
-        return any(action.op in P2P_OPS for program in self.programs for action in program)
+    def lowered(self, lower: Callable[[Program], Iterable[Action]]) -> "Plan":
+        """Return the plan with what ``lower`` makes of each program: most passes are one call."""
+        return Plan(tuple(tuple(lower(program)) for program in self.programs))
 
     def select(self, ops: Iterable[Op]) -> "Plan":
         """Return the plan with only the actions of these ops."""
         keep = frozenset(ops)
-        return Plan(tuple(tuple(a for a in program if a.op in keep) for program in self.programs))
+        return self.lowered(lambda program: (a for a in program if a.op in keep))
 
     def to_text(self) -> str:
         """One line per rank, actions separated by blanks."""

@@ -10,7 +10,7 @@ gradient        whole gradients                                        stage
 """
 
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import WHOLE, Op, Plan, Program, carried
@@ -138,20 +138,12 @@ def _peak(
     *,
     depth: int = 1,
 ) -> int:
-    """Return the most that a rank holds of something at once, of all stages or of some."""
-    now = peak = 0
-    for taken, given in _changes(program, what, depth):
-        now += sum(stages is None or each.stage in stages for each in taken)
-        peak = max(peak, now)
-        now -= sum(stages is None or each.stage in stages for each in given)
-    return peak
+    """Return the most that a rank holds of something at once, of all stages or of some.
 
-
-def _changes(program: Program, what: str, depth: int) -> Iterator[tuple[list[Held], list[Held]]]:
-    """Yield what each action takes when it begins, and what is given back when it ends.
-
-    What a copy frees is free when ``depth`` more computations have run.
+    An action takes it when it begins, and gives it back when it ends. What a copy frees is free
+    when ``depth`` more computations have run.
     """
+    now = peak = 0
     split = split_stages(program) if what == "saved" else frozenset()
     held: Counter[Held] = Counter()
     in_parts: dict[int, int] = {}  # by stage, the micro-batches of its parts
@@ -178,4 +170,7 @@ def _changes(program: Program, what: str, depth: int) -> Iterator[tuple[list[Hel
         given = [each for each in given if held[each]]
         held.subtract(given)
         if taken or given:
-            yield taken, given
+            now += sum(stages is None or each.stage in stages for each in taken)
+            peak = max(peak, now)
+            now -= sum(stages is None or each.stage in stages for each in given)
+    return peak

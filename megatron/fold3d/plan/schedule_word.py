@@ -10,7 +10,7 @@ No character of a word is special to a shell. Training, logs, `fold3d` and pages
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any
@@ -181,11 +181,6 @@ def _parts_of(choice: Choice) -> Iterator[Part]:
             yield Part(key, values[given])
         elif given is not None:
             yield Part(key, str(given))
-
-
-def parts_of(key: str, by_value: Iterable[tuple[str, Segments]]) -> Iterator[Part]:
-    """Yield a part for each value that has segments."""
-    return (Part(key, value, segments) for value, segments in by_value if segments)
 
 
 def _place(part: Part) -> tuple[int, int]:

@@ -90,13 +90,6 @@ def interleaved(
     yield from _alternate(forwards, backwards, ahead)
 
 
-def breadth_first(
-    rank: int, num_ranks: int, num_segments: int, num_microbatches: int
-) -> Iterator[Action]:
-    """Yield Megatron's interleaved 1F1B with one group of all micro-batches."""
-    yield from interleaved(rank, num_ranks, num_segments, num_microbatches, num_microbatches)
-
-
 def aiao(
     rank: int,
     num_ranks: int,
@@ -180,7 +173,7 @@ def build(
         "afab": lambda rank: afab(rank, *looped),
         "1f1b": lambda rank: one_f_one_b(rank, num_ranks, num_microbatches, ahead),
         "interleaved": lambda rank: interleaved(rank, *looped, group_size, ahead),
-        "breadth-first": lambda rank: breadth_first(rank, *looped),
+        "breadth-first": lambda rank: interleaved(rank, *looped, num_microbatches),
         "shifted-critical-path": lambda rank: shifted_critical_path(
             rank, num_ranks, num_microbatches
         ),
@@ -192,7 +185,7 @@ def build(
         generators[schedule] = lambda rank: generator(rank, num_ranks, num_microbatches)
     if schedule not in generators:
         raise PlanError(f"unknown schedule {schedule!r}; choose from {', '.join(SCHEDULES)}")
-    return Plan.generate(generators[schedule], num_ranks)
+    return Plan(tuple(tuple(generators[schedule](rank)) for rank in range(num_ranks)))
 
 
 def check_forwards_ahead(forwards_ahead: int | Literal["auto"], schedule: str) -> None:

@@ -22,6 +22,7 @@ from megatron.fold3d.plan.ir import (
 )
 from megatron.fold3d.plan.ops import (
     FREE_OPS,
+    P2P_OPS,
     PART_OPS,
     STAGE_OPS,
     SUM_OPS,
@@ -62,7 +63,7 @@ def verify(plan: Plan) -> None:
         from megatron.fold3d.plan.parts import check_parts
 
         check_parts(plan)
-    if plan.num_ranks > 1 and not plan.has_p2p:
+    if plan.num_ranks > 1 and not plan.has(*P2P_OPS):
         plan = add_p2p(plan)
     _check_channels(plan)
     _check_progress(plan)
@@ -141,7 +142,8 @@ def _check_sync(plan: Plan, found: AbstractSet[tuple[int, Op]]) -> None:
         is_late = stage in late[stage % plan.num_ranks]
         wrong, text = None, ""
         if summed and scattered:
-            wrong = _last_sum(plan, actions[Op.REDUCE_SCATTER])
+            program = plan.programs[stage % plan.num_ranks]  # the last one may be a part
+            wrong = next(a for a in reversed(program) if a[:2] == (stage, Op.REDUCE_SCATTER))
             text = f"{wrong} beside {stage}ALL_REDUCE: a stage is summed in one way"
         elif summed and (wrong := actions.get(Op.ALL_GATHER)):
             text = f"{wrong} of a stage that is all-reduced: every replica has stepped all of it"
@@ -166,12 +168,6 @@ def _check_sync(plan: Plan, found: AbstractSet[tuple[int, Op]]) -> None:
                 text = f"{wrong} comes after {stage}STEP, with which the loop of the stage ends"
         if wrong:
             raise error_at(plan, cell_of(plan, wrong), text)
-
-
-def _last_sum(plan: Plan, whole: Action) -> Action:
-    """Return the last sum of a stage, which may be a part."""
-    program = plan.programs[whole.stage % plan.num_ranks]
-    return next(a for a in reversed(program) if a[:2] == whole[:2])
 
 
 def _check_channels(plan: Plan) -> None:

@@ -115,7 +115,7 @@ class Plans:
     def _lowered(self, order: Plan, offloaded: "OffloadChoice | None") -> Plan:
         """Return the plan of an order; one without backwards needs transfers only."""
         config = self._config
-        if not order.has_backwards:
+        if not order.has(Op.BACKWARD):
             return lower(order, features=config.features.forwards)
         if config.offload_activations != "off" and offloaded is None:
             from megatron.fold3d.plan.passes.offload import OffloadChoice

@@ -32,16 +32,6 @@ from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 _GIB = 2**30
 
 
-def cluster_of(name: str) -> Cluster | None:
-    """Return the cluster that ``--check`` names; None for an empty name.
-
-    Raises:
-        ValueError: there is no cluster of this name.
-        OSError: its file cannot be read.
-    """
-    return cluster(name) if name else None
-
-
 def set_world_size(args: Namespace, known: Cluster | None) -> None:
     """Set the number of ranks in the namespace and in the environment.
 
@@ -89,7 +79,7 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
         order = word_of(args).order
         begins = " begins in stock's order" if order == AUTO else ""
         yield f"plan: {file_of(order) or order}{begins}, {shape}, verified"
-    known = cluster_of(args.check)
+    known = cluster(args.check) if args.check else None
     try:
         expected = RunEstimate.of(args, known)
     except ValueError as error:  # of the planner; the run does not ask it
@@ -123,7 +113,9 @@ class RunEstimate:
         if args.use_torch_fsdp2 or args.use_megatron_fsdp:
             raise ValueError("the planner does not model FSDP, whose replicas share all states")
         config = Fold3DConfig.from_args(args)
-        shape, hardware = shape_of(args), known or _some_cluster(args.world_size)
+        shape, hardware = shape_of(args), known
+        if hardware is None:  # memory does not depend on them
+            hardware = replace(NODES["a100"], num_nodes=args.world_size, gpus_per_node=1)
         costs = on_cluster(shape, hardware)
         if has_many_queues():
             costs = _with_many_queues(costs)
@@ -183,8 +175,3 @@ def _left_out(args: Namespace, known: Cluster | None) -> Iterator[str]:
 
 def _with_many_queues(costs: CostsOf) -> CostsOf:
     return lambda candidate: replace(costs(candidate), cuda_connections=None)
-
-
-def _some_cluster(num_gpus: int) -> Cluster:
-    """Return GPUs for which memory, which does not depend on theirs, is estimated."""
-    return replace(NODES["a100"], num_nodes=num_gpus, gpus_per_node=1)

@@ -13,6 +13,7 @@ import sys
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from importlib import import_module, metadata
@@ -51,7 +52,10 @@ def main() -> None:
     """Print the findings as one JSON object on the last line; rank 0 prints those of all ranks."""
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
-    findings = [*untested(_requirements()), *_torch(), *_extensions(), *_patches()]
+    requirements: Sequence[str] = ()
+    with suppress(metadata.PackageNotFoundError):  # imported from a checkout
+        requirements = metadata.requires("fold3d") or ()
+    findings = [*untested(requirements), *_torch(), *_extensions(), *_patches()]
     measured: list[link_speeds.LinkSpeed] = []
     machine: dict[str, Any] = {}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -63,13 +67,6 @@ def main() -> None:
         "machine": machine,
     }
     sys.stdout.write(json.dumps(report) + "\n")
-
-
-def _requirements() -> Sequence[str]:
-    try:
-        return metadata.requires("fold3d") or ()
-    except metadata.PackageNotFoundError:  # imported from a checkout
-        return ()
 
 
 def untested(requirements: Sequence[str]) -> Iterator[Finding]:
@@ -113,7 +110,11 @@ def _torch() -> Iterator[Finding]:
         {gpu.name: (gpu.major, gpu.minor) for gpu in gpus}, torch.cuda.get_arch_list(), build
     )
     yield connections(os.environ)
-    yield _offload_library()
+    if OFFLOAD_LIBRARY.exists():
+        yield Finding("offload library", "ok", str(OFFLOAD_LIBRARY))
+    else:
+        found = "not built; --offload-activations and --lazy-inter-segment need it"
+        yield Finding("offload library", "note", found, "make build-cuda")
 
 
 def architectures(
@@ -148,13 +149,6 @@ def connections(environment: Mapping[str, str]) -> Finding:
         fix = "right for tensor or context parallelism before Blackwell, else unset it"
         return Finding("launches", "note", found, fix)
     return Finding("launches", "ok", f"CUDA_DEVICE_MAX_CONNECTIONS={value or '8, the default'}")
-
-
-def _offload_library() -> Finding:
-    if OFFLOAD_LIBRARY.exists():
-        return Finding("offload library", "ok", str(OFFLOAD_LIBRARY))
-    found = "not built; --offload-activations and --lazy-inter-segment need it"
-    return Finding("offload library", "note", found, "make build-cuda")
 
 
 def _extensions() -> Iterator[Finding]:
@@ -208,27 +202,22 @@ def meet(
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_TIMEOUT)
     everyones = timing.gathered(mine)
     measured = link_speeds.measure(link_speeds.pairs(dist.get_world_size()), device)
-    machine, finding = _machine(device) if measures else ({}, None)
+    machine, busy_gpus = _machine(device) if measures else ({}, ())
     dist.destroy_process_group()
     others: dict[Finding, int] = {}
     for rank, findings in enumerate(everyones):
         for other in findings:
             if other not in mine:
                 others.setdefault(other, rank)
-    return (
-        [
-            *(
-                replace(f, what=f"rank {rank}: {f.what}", verdict=_worse(f.verdict))
-                for f, rank in others.items()
-            ),
-            *([] if finding is None else [finding]),
-        ],
-        measured,
-        machine,
-    )
+    # Ranks that differ are worth a note even if each is fine.
+    found = [
+        replace(f, what=f"rank {rank}: {f.what}", verdict="bad" if f.verdict == "bad" else "note")
+        for f, rank in others.items()
+    ]
+    return [*found, *busy_gpus], measured, machine
 
 
-def _machine(device: torch.device) -> tuple[dict[str, Any], Finding | None]:
+def _machine(device: torch.device) -> tuple[dict[str, Any], Sequence[Finding]]:
     """Return sizes, and the rates of the slowest rank; all ranks measure at the same time.
 
     Where a GPU is busy otherwise, return what was found in place of them.
@@ -237,10 +226,8 @@ def _machine(device: torch.device) -> tuple[dict[str, Any], Finding | None]:
     of_device, of_others, multiprocessors = memory_bytes, 0.0, 1
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        of_device, multiprocessors = (
-            float(properties.total_memory),
-            properties.multi_processor_count,
-        )
+        of_device = float(properties.total_memory)
+        multiprocessors = properties.multi_processor_count
         free, total = torch.cuda.mem_get_info(device)
         of_others = float(total - free - torch.cuda.memory_reserved(device))
     layers, drift = layer_rates.layer_rates(device)
@@ -248,7 +235,7 @@ def _machine(device: torch.device) -> tuple[dict[str, Any], Finding | None]:
         [1 / layer_rates.memory_bytes_per_s(device), of_others], device
     )
     if device.type == "cuda" and (finding := busy(of_others, drift)) is not None:
-        return {}, finding
+        return {}, (finding,)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return {
         "num_nodes": dist.get_world_size() // here,
@@ -259,7 +246,7 @@ def _machine(device: torch.device) -> tuple[dict[str, Any], Finding | None]:
         "multiprocessors": multiprocessors,
         "memory_bytes": of_device if device.type == "cuda" else memory_bytes / here,
         "host_memory_bytes": memory_bytes,
-    }, None
+    }, ()
 
 
 def busy(of_others: float, drift: float) -> Finding | None:
@@ -277,11 +264,6 @@ def busy(of_others: float, drift: float) -> Finding | None:
         return None
     fix = "end the other job (nvidia-smi lists it), or measure on nodes of your own"
     return Finding("busy GPU", "bad", f"{found}; measured times are to be of this job alone", fix)
-
-
-def _worse(verdict: Verdict) -> Verdict:
-    """Return a note instead of ok: ranks that differ are worth one even if each is fine."""
-    return "bad" if verdict == "bad" else "note"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import traceback
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -26,7 +26,7 @@ from typing import Any, Literal, NoReturn
 
 import fold3d_patches
 from fold3d_patches.cpu import flags as cpu_flags
-from fold3d_patches.registry import check_version
+from fold3d_patches.registry import apply, check_version
 from megatron.fold3d.commands.console import suggestion
 from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
@@ -90,16 +90,15 @@ def held_log() -> Iterator[None]:
 
     Before it trains, Megatron prints 850 lines of flags.
     """
-    held, can_begin = io.StringIO(), True
+    held = io.StringIO()
     try:
         with redirect_stdout(held):
             yield
     except MISTAKES:
-        can_begin = False
+        held = io.StringIO()
         raise
     finally:
-        if can_begin:
-            sys.stdout.write(held.getvalue())
+        sys.stdout.write(held.getvalue())
 
 
 def prepare(
@@ -142,9 +141,11 @@ def prepare(
 
     with uncompiled() if device == "cpu" or checks else nullcontext():
         if checks:
+            from fold3d_patches.cpu.device_queries import absent_gpu
+            from megatron.fold3d.predict.cost_model.cluster import cluster
             from megatron.fold3d.training import dry_run
 
-            known = dry_run.cluster_of(own.check)
+            known = cluster(own.check) if own.check else None
         from megatron.training.arguments import parse_and_validate_args, parse_args
 
     asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
@@ -180,12 +181,13 @@ def prepare(
                 "--segments auto with --check: it measures the hardware that trains; give "
                 "--segments N, `fold3d search` tells which"
             )
-        parse = partial(parse_args, add_all, ignore_unknown_args)
-        args = _with_chosen_segments(args, parse, defaults, builds_own_model)
+        sys.argv += _chosen_segments(args, defaults, builds_own_model)
+        args = parse_args(add_all, ignore_unknown_args)
+        Fold3DConfig.from_args(args)
     patched.enter_context(fold3d_patches.install_platform(device))
     if checks and lacks_gpu:
         is_blackwell = known is not None and known.is_blackwell  # unknown GPUs count as older
-        patched.enter_context(fold3d_patches.install_absent_gpu(is_blackwell))
+        patched.enter_context(apply(absent_gpu(is_blackwell)))
     with nullcontext() if not checks else redirect_stdout(io.StringIO()):  # 800 lines of flags
         args = parse_and_validate_args(
             add_all, ignore_unknown_args, args_defaults=defaults | megatron_defaults(args)
@@ -302,18 +304,13 @@ def refuse(error: Exception) -> int:
     return 2
 
 
-def _with_chosen_segments(
-    args: Namespace,
-    parse: Callable[[], Namespace],
-    defaults: Mapping[str, Any],
-    builds_own_model: bool,
-) -> Namespace:
-    """Return the namespace of the same command with what ``--segments auto`` has chosen."""
-    from megatron.fold3d.training.choose_segments import choose_segments
+def _chosen_segments(
+    args: Namespace, defaults: Mapping[str, Any], builds_own_model: bool
+) -> list[str]:
+    """Return the flags that ``--segments auto`` has chosen, and say why."""
+    from megatron.fold3d.training.auto_segments import choose_segments
 
-    flags, reason = choose_segments(
-        args, sys.argv[1:], defaults, may_be_uneven=not builds_own_model
-    )
+    flags, reason = choose_segments(args, sys.argv[1:], defaults, evenly=builds_own_model)
     if reason:
         sys.stderr.write(f"{_script()}: --segments auto: {reason}\n")
     if reason and builds_own_model:
@@ -321,10 +318,7 @@ def _with_chosen_segments(
             f"{_script()}: --segments auto: measured is a layer of the GPT that Megatron's flags "
             "describe; if this script's layers take other times, try other --segments N too\n"
         )
-    sys.argv += flags
-    args = parse()
-    Fold3DConfig.from_args(args)
-    return args
+    return flags
 
 
 def _microbatch_flops(args: Namespace) -> Flops:
@@ -337,18 +331,15 @@ def _microbatch_flops(args: Namespace) -> Flops:
     from megatron.fold3d.config.layer_split import recomputed_layers, stage_layers
     from megatron.fold3d.predict.cost_model.training_flops import training_flops
 
-    if not args.vocab_size:
-        return Flops(0.0, 0.0)
-    try:
-        flops = training_flops(
-            shape_of(args),
-            args.recompute_granularity or "none",
-            stage_layers(args),
-            recomputed_layers(args),
-        )
-    except ValueError:
-        return Flops(0.0, 0.0)
-    return flops.times(args.micro_batch_size)
+    if args.vocab_size:
+        with suppress(ValueError):
+            return training_flops(
+                shape_of(args),
+                args.recompute_granularity or "none",
+                stage_layers(args),
+                recomputed_layers(args),
+            ).times(args.micro_batch_size)
+    return Flops(0.0, 0.0)
 
 
 def _ranks_here(args: Namespace) -> list[int]:

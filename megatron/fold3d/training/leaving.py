@@ -208,7 +208,7 @@ class _Job:
     """
 
     def __init__(self) -> None:
-        self._store: Any = self._ask(_store, None)
+        self._store: Any = self._ask(lambda: meeting_point("failures", _STORE_S), None)
 
     def report(self, mine: _Report) -> bool:
         """Report a failure to the others; return True if this rank's is the first."""
@@ -249,14 +249,17 @@ class _Job:
             return otherwise
 
 
-def _store() -> Any:
-    """Connect anew: a thread may be waiting on the connection that the process groups use."""
+def meeting_point(name: str, timeout_s: float = 300.0) -> Any:
+    """Return a part of torchrun's store that nothing else uses, not even a restart of the job.
+
+    It has a connection of its own: a thread may wait on the one that the process groups use.
+    """
     from torch import distributed
 
     store = distributed.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        timeout=timedelta(seconds=_STORE_S),
+        timeout=timedelta(seconds=timeout_s),
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return distributed.PrefixStore(f"fold3d/{attempt}/failures", store)  # type: ignore[attr-defined]
+    return distributed.PrefixStore(f"fold3d/{attempt}/{name}", store)  # type: ignore[attr-defined]

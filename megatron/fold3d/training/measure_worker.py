@@ -26,6 +26,7 @@ from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
 from megatron.fold3d.policy.grad_sync_cuts import rings_are_buffered
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.runtime.measure import lanes, timing
+from megatron.fold3d.training.leaving import meeting_point
 
 _CHANGED = {
     # What would leave something behind, or read it.
@@ -58,16 +59,6 @@ def main(argv: Sequence[str]) -> int:
         dist.barrier()  # a rank that leaves early would break the groups of the others
         dist.destroy_process_group()
     return 0
-
-
-def meeting_point(name: str) -> Any:
-    """Return a part of torchrun's store that nothing else uses, not even a restart of the job."""
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    )
-    return dist.PrefixStore(  # type: ignore[attr-defined]
-        f"fold3d/{os.environ['TORCHELASTIC_RESTART_COUNT']}/{name}", store
-    )
 
 
 def _start_megatron(patched: ExitStack, defaults: dict[str, Any]) -> Namespace:

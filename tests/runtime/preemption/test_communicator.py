@@ -16,10 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from megatron.fold3d.runtime.preemption import slice_size
 from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator, extension
-from megatron.fold3d.runtime.preemption.preemptive_group import PreemptiveGroup
-from megatron.fold3d.runtime.preemption.unscheduled import Unscheduled
 from tests.distributed import RankError, run_distributed
 
 TIMEOUT = timedelta(seconds=60)
@@ -69,16 +66,13 @@ def check_shares(group: Any, step: int) -> None:
 def exchange_at_random_times() -> dict[str, float]:
     communicator, transfers, reductions = connected()
     rank, size = dist.get_rank(), dist.get_world_size()
-    slow = PreemptiveGroup(dist.new_group(), Unscheduled(), (None, None), 4096)
     random.seed(rank)
     with communicator:
         for step in range(200):
             time.sleep(random.random() * 2e-3)
             whole = torch.arange(10_000.0) + step + rank
             expected = torch.arange(10_000.0) * size + step * size + sum(range(size))
-            reducing = dist.all_reduce(
-                whole, group=slow if step % 10 == 9 else reductions, async_op=True
-            )
+            reducing = dist.all_reduce(whole, group=reductions, async_op=True)
             receiving, sending, arriving = pass_on(transfers, step, announced=step % 2 == 0)
             receiving.wait()
             assert torch.equal(
@@ -88,10 +82,12 @@ def exchange_at_random_times() -> dict[str, float]:
             (reducing.get_future() if step % 2 else reducing).wait()
             assert torch.equal(whole, expected)
             if step % 10 == 4:
-                check_shares(slow if step % 20 == 4 else reductions, step)
+                check_shares(reductions, step)
         statistics = communicator.statistics()
-        fitting = slice_size.measured(1 << 20, 1 << 22, dist.group.WORLD, torch.device("cpu"))
-        return {"transfers": statistics.transfers, "slices": statistics.slices, "fits": fitting}
+    other = PreemptiveCommunicator(slice_bytes=1 << 22, timeout=TIMEOUT, fits_slices=True)
+    other.fit_slices(1 << 20, dist.group.WORLD, torch.device("cpu"))
+    fitting = other._slice_bytes
+    return {"transfers": statistics.transfers, "slices": statistics.slices, "fits": fitting}
 
 
 @BUILT
@@ -99,7 +95,7 @@ def exchange_at_random_times() -> dict[str, float]:
 def test_a_ring_of_ranks_gets_what_it_would_without():
     first, *others = run_distributed(exchange_at_random_times, 4)
     # Ten slices of 4 KiB each; of two shares of 3000 numbers six of 2 KiB, there and back.
-    assert (first["transfers"], first["slices"]) == (400, 180 * 10 + 10 * 2 * 6 * 2)
+    assert (first["transfers"], first["slices"]) == (400, 200 * 10 + 20 * 2 * 6 * 2)
     assert 1 << 18 <= first["fits"] <= 1 << 22
     assert all(seen == first for seen in others)
 
@@ -188,7 +184,6 @@ def test_a_slice_that_is_late_ends_the_wait_of_every_rank_only_after_the_timeout
 LEAVES_WITHOUT_A_WORD = """
 import torch, torch.distributed as dist
 from datetime import timedelta
-from megatron.fold3d.runtime.preemption import slice_size
 from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 communicator = PreemptiveCommunicator(slice_bytes=4096, timeout=timedelta(seconds=60))

@@ -52,20 +52,13 @@ class OneWeight(SplitBackwards[Operand]):
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.kept = [Operand(), Operand()]
+        self._kept = {(0, 0): [Operand()], (0, 1): [Operand()]}
 
     def choose(self, chunks: Any) -> None:
         pass
 
     def keeping(self, backward: Action) -> Any:
         raise NotImplementedError
-
-    def _take(self, action: Action) -> Any:
-        raise NotImplementedError
-
-    def _take_all(self, stage: int) -> list[Operand]:
-        items, self.kept = self.kept, []
-        return items
 
     def _parameters(self, item: Operand) -> list[torch.Tensor]:
         return [self.weight]
@@ -83,7 +76,7 @@ def test_what_a_part_needs_is_free_once_it_is_computed():
         program=program, plan=plan, chunks=[chunk], unfinished=unfinished
     )
     split.prepare(iteration)
-    first, second = map(weakref.ref, split.kept)
+    first, second = map(weakref.ref, chain.from_iterable(split._kept.values()))
     split.compute_part(program[2])
     assert first() is None
     assert second() is not None

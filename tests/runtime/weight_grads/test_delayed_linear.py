@@ -78,8 +78,8 @@ def train() -> tuple[Digests, Digests, Digests, bool]:
         def backwards() -> None:
             for microbatch in range(2):
                 x = torch.full((4, 1, 16), 0.1 + microbatch).cos().requires_grad_()
-                delayed.begin_backward(Action.from_str(f"0B{microbatch}"))
-                layer(x, attention_mask=None)[0].sin().sum().backward()
+                with delayed.keeping(Action.from_str(f"0B{microbatch}")):
+                    layer(x, attention_mask=None)[0].sin().sum().backward()
 
         def grads() -> Digests:
             return {

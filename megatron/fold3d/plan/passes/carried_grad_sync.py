@@ -34,7 +34,7 @@ def carry_grad_sync(plan: Plan, stages: Container[int]) -> Plan:
     STEP is moved to right before the stage's ALL_GATHER or, without one, its first forward, behind
     the forward's receive. What Megatron reads at the end of the iteration is summed by then.
     """
-    return Plan(tuple(_with_carried_step(program, stages) for program in plan.programs))
+    return plan.lowered(lambda program: _with_carried_step(program, stages))
 
 
 def share_grad_sync(plan: Plan, shares: Sequence[float]) -> Plan:
@@ -47,10 +47,10 @@ def share_grad_sync(plan: Plan, shares: Sequence[float]) -> Plan:
         plan: with carried stages, and sums that start all in their iteration.
         shares: by stage, the part that starts there, to a thousandth.
     """
-    return Plan(tuple(_shared(program, shares) for program in plan.programs))
+    return plan.lowered(lambda program: _shared(program, shares))
 
 
-def _with_carried_step(program: Program, stages: Container[int]) -> Program:
+def _with_carried_step(program: Program, stages: Container[int]) -> Iterator[Action]:
     already = carried(program)
     moved = {
         stage for stage, op, _ in program if op is Op.STEP and stage in stages
@@ -61,21 +61,18 @@ def _with_carried_step(program: Program, stages: Container[int]) -> Program:
     while end and program[end - 1].op is Op.STEP:
         end -= 1
 
-    def lower() -> Iterator[Action]:
-        for action in program[:end]:
-            stage, op, _ = action
-            if op in _NEED_STEP and stage in left:
-                left.remove(stage)
-                yield Action(stage, Op.STEP)
-            if op in SUM_OPS and stage in moved and stage not in kept:
-                kept.append(stage)
-                yield Action(stage, Op.REDUCE_KEPT)
-            if op is not Op.STEP or stage not in moved:
-                yield action
-        yield from (Action(stage, Op.FINALIZE) for stage in kept)
-        yield from (action for action in program[end:] if action.stage not in moved)
-
-    return tuple(lower())
+    for action in program[:end]:
+        stage, op, _ = action
+        if op in _NEED_STEP and stage in left:
+            left.remove(stage)
+            yield Action(stage, Op.STEP)
+        if op in SUM_OPS and stage in moved and stage not in kept:
+            kept.append(stage)
+            yield Action(stage, Op.REDUCE_KEPT)
+        if op is not Op.STEP or stage not in moved:
+            yield action
+    yield from (Action(stage, Op.FINALIZE) for stage in kept)
+    yield from (action for action in program[end:] if action.stage not in moved)
 
 
 def backwards_end(program: Program) -> int:
@@ -84,7 +81,7 @@ def backwards_end(program: Program) -> int:
     return next(ends, len(program))
 
 
-def _shared(program: Program, shares: Sequence[float]) -> Program:
+def _shared(program: Program, shares: Sequence[float]) -> Iterator[Action]:
     late = carried(program)
     stages = sorted({a.stage for a in program if a.op is Op.STEP})
     last = {action.stage: action for action in program if action.op in SUM_OPS}
@@ -95,21 +92,18 @@ def _shared(program: Program, shares: Sequence[float]) -> Program:
     behind = {Action(before, Op.ALL_GATHER): rest[stage] for stage, before in follows.items()}
     begun: defaultdict[int, int] = defaultdict(int)
 
-    def lower() -> Iterator[Action]:
-        yield from (rest[stage] for stage in stages[1:] if stage in rest and stage not in follows)
-        end = backwards_end(program)
-        for index, action in enumerate(program):
-            stage = action.stage
-            if index == end:
-                yield from (rest[first] for first in stages[:1] if first in rest)
-            if action.op in SUM_OPS and stage in rest:
-                until = min(action.end, limit[stage] - (action != last[stage]))
-                if until > begun[stage]:
-                    begun[stage] = until
-                    yield action._replace(microbatch=until)
-                continue
-            yield action
-            if action in behind:
-                yield behind[action]
-
-    return tuple(lower())
+    yield from (rest[stage] for stage in stages[1:] if stage in rest and stage not in follows)
+    end = backwards_end(program)
+    for index, action in enumerate(program):
+        stage = action.stage
+        if index == end:
+            yield from (rest[first] for first in stages[:1] if first in rest)
+        if action.op in SUM_OPS and stage in rest:
+            until = min(action.end, limit[stage] - (action != last[stage]))
+            if until > begun[stage]:
+                begun[stage] = until
+                yield action._replace(microbatch=until)
+            continue
+        yield action
+        if action in behind:
+            yield behind[action]

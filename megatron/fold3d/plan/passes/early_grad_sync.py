@@ -12,7 +12,7 @@ first half of the gradients, in the order in which they become complete.
 """
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program
 from megatron.fold3d.plan.ops import SUM_OPS
@@ -25,7 +25,7 @@ def reduce_early(plan: Plan, stages: Container[int]) -> Plan:
         plan: a plan with DP.sync.
         stages: those that may be changed.
     """
-    return Plan(tuple(_with_slices(program, stages) for program in plan.programs))
+    return plan.lowered(lambda program: _with_slices(program, stages))
 
 
 def stages_in_parts(program: Program) -> frozenset[int]:
@@ -33,7 +33,7 @@ def stages_in_parts(program: Program) -> frozenset[int]:
     return frozenset(stage for stage, op, _ in program if op is Op.WEIGHT_PART)
 
 
-def _with_slices(program: Program, stages: Container[int]) -> Program:
+def _with_slices(program: Program, stages: Container[int]) -> Iterator[Action]:
     weights = Counter(stage for stage, op, _ in program if op is Op.WEIGHT and stage in stages)
     left = Counter(stage for stage, op, _ in program if op is Op.BACKWARD)
     apart = set()  # stages whose micro-batches stay apart: some backwards come behind a WEIGHT
@@ -44,18 +44,16 @@ def _with_slices(program: Program, stages: Container[int]) -> Program:
     sums = {stage: op for stage, op, _ in program if op in SUM_OPS}
     begun: Counter[int] = Counter()
     done: Counter[int] = Counter()
-    lowered: list[Action] = []
     for action in program:
         stage = action.stage
         if action.op is not Op.WEIGHT or weights[stage] < 2 or stage in apart:
-            lowered.append(action)
+            yield action
             continue
         done[stage] += 1
         end = done[stage] * WHOLE // weights[stage]
         if end == begun[stage]:  # more micro-batches than thousandths
             continue
         begun[stage] = end
-        lowered.append(Action(stage, Op.WEIGHT_PART, end))
+        yield Action(stage, Op.WEIGHT_PART, end)
         if end < WHOLE:
-            lowered.append(Action(stage, sums[stage], end))
-    return tuple(lowered)
+            yield Action(stage, sums[stage], end)

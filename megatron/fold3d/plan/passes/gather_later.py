@@ -24,10 +24,10 @@ def gather_later(plan: Plan, forwards: Mapping[int, int]) -> Plan:
         forwards: by stage, how many forwards of the rank's stage before come first. All-gathers of
             stages that are not named, and of the rank's first stage, keep their place.
     """
-    return Plan(tuple(_gathering_later(program, forwards) for program in plan.programs))
+    return plan.lowered(lambda program: _gathering_later(program, forwards))
 
 
-def _gathering_later(program: Program, forwards: Mapping[int, int]) -> Program:
+def _gathering_later(program: Program, forwards: Mapping[int, int]) -> Iterator[Action]:
     stages = list(dict.fromkeys(stage for stage, op, _ in program if op is Op.FORWARD))
     before = {stage: earlier for earlier, stage in pairwise(stages)}
     gathered = {stage for stage, op, _ in program if op is Op.ALL_GATHER}
@@ -36,18 +36,15 @@ def _gathering_later(program: Program, forwards: Mapping[int, int]) -> Program:
     moving = {s: [a for op in _MOVED if (a := Action(s, op)) in actions] for s in moved}
     all_moving = frozenset().union(*moving.values())
 
-    def lower() -> Iterator[Action]:
-        left = {s: forwards[s] for s in moved}  # forwards that come first
-        for action in program:
-            stage, op, _ = action
-            runs = stage if op is Op.FORWARD else None
-            for s, count in list(left.items()):
-                if s == runs or (before[s] == runs and not count):
-                    del left[s]
-                    yield from moving[s]
-                elif before[s] == runs:
-                    left[s] -= 1
-            if action not in all_moving:
-                yield action
-
-    return tuple(lower())
+    left = {s: forwards[s] for s in moved}  # forwards that come first
+    for action in program:
+        stage, op, _ = action
+        runs = stage if op is Op.FORWARD else None
+        for s, count in list(left.items()):
+            if s == runs or (before[s] == runs and not count):
+                del left[s]
+                yield from moving[s]
+            elif before[s] == runs:
+                left[s] -= 1
+        if action not in all_moving:
+            yield action

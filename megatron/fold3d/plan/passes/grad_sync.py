@@ -24,7 +24,7 @@ def add_grad_sync(plan: Plan, in_shards: Container[int] = ()) -> Plan:
         plan: without DP.sync of gradients.
         in_shards: stages of which each replica steps a shard; of the others, each steps all.
     """
-    return Plan(tuple(_with_grad_sync(program, in_shards) for program in plan.programs))
+    return plan.lowered(lambda program: _with_grad_sync(program, in_shards))
 
 
 def _with_grad_sync(program: Program, in_shards: Container[int]) -> Program:

@@ -42,12 +42,15 @@ def add_offload(plan: Plan, *, depth: int = 1, at_most: int | None = None) -> Pl
         depth: more than 1 if a copy takes longer than one computation.
         at_most: the most activations of a rank to offload; those with the longest wait come first.
     """
-    return Plan(tuple(_with_offload(program, depth, at_most) for program in plan.programs))
+    return plan.lowered(lambda program: _with_offload(program, depth, at_most))
 
 
-def _with_offload(program: Program, depth: int, at_most: int | None) -> Program:
+def _with_offload(program: Program, depth: int, at_most: int | None) -> Iterator[Action]:
     compute = [action for action in program if action.op in COMPUTE_OPS]
-    used = _first_uses(compute)
+    used: dict[_Key, int] = {}  # first, by its backward or recomputation
+    for index, (stage, op, microbatch) in enumerate(compute):
+        if op is Op.BACKWARD or op is Op.RECOMPUTE:
+            used.setdefault((stage, microbatch), index)
     travels = _travels(compute, used, depth, at_most)
     reloads = {  # by the computation during which they come back
         compute[index - depth]: Action(stage, Op.RELOAD, microbatch)
@@ -55,31 +58,19 @@ def _with_offload(program: Program, depth: int, at_most: int | None) -> Program:
         if (stage, microbatch) in travels
     }
 
-    def lower() -> Iterator[Action]:
-        leaving = None
-        for action in program:
-            if leaving and action != (leaving.stage, Op.SEND_F, leaving.microbatch):
-                yield leaving
-                leaving = None
-            if action in reloads:
-                yield reloads[action]
-            yield action
-            if leaving:
-                yield leaving
-                leaving = None
-            elif action.op is Op.FORWARD and (action.stage, action.microbatch) in travels:
-                leaving = Action(action.stage, Op.OFFLOAD, action.microbatch)
-
-    return tuple(lower())
-
-
-def _first_uses(compute: Sequence[Action]) -> dict[_Key, int]:
-    """Return the index of each (stage, micro-batch)'s first use: its backward, or recomputation."""
-    used: dict[_Key, int] = {}
-    for index, (stage, op, microbatch) in enumerate(compute):
-        if op is Op.BACKWARD or op is Op.RECOMPUTE:
-            used.setdefault((stage, microbatch), index)
-    return used
+    leaving = None
+    for action in program:
+        if leaving and action != (leaving.stage, Op.SEND_F, leaving.microbatch):
+            yield leaving
+            leaving = None
+        if action in reloads:
+            yield reloads[action]
+        yield action
+        if leaving:
+            yield leaving
+            leaving = None
+        elif action.op is Op.FORWARD and (action.stage, action.microbatch) in travels:
+            leaving = Action(action.stage, Op.OFFLOAD, action.microbatch)
 
 
 def _travels(

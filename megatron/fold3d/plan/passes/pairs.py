@@ -46,7 +46,7 @@ def in_pairs(order: Plan, num_microbatches: int) -> Plan:
             for microbatch in range(first, min(first + 2, num_microbatches)):
                 yield Action(stage, op, microbatch)
 
-    return Plan(tuple(tuple(expanded(program)) for program in order.programs))
+    return order.lowered(expanded)
 
 
 def pair_microbatches(plan: Plan) -> Plan:
@@ -55,7 +55,7 @@ def pair_microbatches(plan: Plan) -> Plan:
     If there are other actions between two micro-batches, a chain ends there. The returned plan must
     be verified: it deadlocks if two chains wait for each other.
     """
-    return Plan(tuple(tuple(_with_chains(program)) for program in plan.programs))
+    return plan.lowered(_with_chains)
 
 
 def chains(program: Program) -> Iterator[Program]:

@@ -27,24 +27,21 @@ def add_param_gather(plan: Plan, replicated: Container[int] = ()) -> Plan:
     """
     if plan.has(Op.ALL_GATHER):
         return plan
-    return Plan(tuple(_with_param_gather(program, replicated) for program in plan.programs))
+    return plan.lowered(lambda program: _with_param_gather(program, replicated))
 
 
-def _with_param_gather(program: Program, replicated: Container[int]) -> Program:
+def _with_param_gather(program: Program, replicated: Container[int]) -> Iterator[Action]:
     stages = list(dict.fromkeys(stage for stage, op, _ in program if op is Op.FORWARD))
     gathered = [stage for stage in stages if stage not in replicated]
     starting = dict(zip(stages, gathered[1:], strict=False))  # before a stage's first forward
 
-    def lower() -> Iterator[Action]:
-        for stage in gathered[:1]:
-            yield Action(stage, Op.ALL_GATHER)
-        waiting = set(stages)
-        for action in program:
-            stage, op, _ = action
-            if op is Op.FORWARD and stage in waiting:
-                waiting.remove(stage)
-                if stage in starting:
-                    yield Action(starting[stage], Op.ALL_GATHER)
-            yield action
-
-    return tuple(lower())
+    for stage in gathered[:1]:
+        yield Action(stage, Op.ALL_GATHER)
+    waiting = set(stages)
+    for action in program:
+        stage, op, _ = action
+        if op is Op.FORWARD and stage in waiting:
+            waiting.remove(stage)
+            if stage in starting:
+                yield Action(starting[stage], Op.ALL_GATHER)
+        yield action

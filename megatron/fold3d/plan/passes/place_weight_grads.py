@@ -19,7 +19,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, gc_paused
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, gc_paused
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.parts import part_begins
 from megatron.fold3d.plan.passes.weight_grads import split_stages
@@ -120,7 +120,8 @@ def place_weight_grads(
 
 @dataclass(slots=True)
 class _Rank:
-    program: tuple[Action, ...]
+    number: int
+    program: Program
     position: int = 0
     held: float = 0.0
     fill: deque[Action] = field(default_factory=deque)
@@ -128,10 +129,6 @@ class _Rank:
     last: deque[Action] = field(default_factory=deque)
     """Those that follow the last backward."""
     placed: list[Action] = field(default_factory=list)
-
-    @property
-    def next(self) -> Action:
-        return self.program[self.position]
 
 
 class _Play:
@@ -147,57 +144,60 @@ class _Play:
     ) -> None:
         self.plan, self.times, self.held = plan, times, held
         self.at_end, self.overrun = at_end, overrun
-        self.seconds = {
-            Op.FORWARD: times.forward_s,
-            Op.BACKWARD: times.backward_s,
-            Op.WEIGHT: times.weight_s,
+        self.seconds = {Op.FORWARD: times.forward_s, Op.BACKWARD: times.backward_s}
+        self.ranks = [_Rank(*numbered) for numbered in enumerate(plan.programs)]
+        # By who reads it, once its computation has begun. Data and the loss are there.
+        ends = (0, Op.FORWARD), (plan.num_stages - 1, Op.BACKWARD)
+        self.arrives_s = {
+            Action(*end, m): -inf for end in ends for m in range(plan.num_microbatches)
         }
-        self.ranks = [_Rank(program) for program in plan.programs]
-        self.arrives_s: dict[Action, float] = {}  # by who reads it
         self.link_free_s: dict[tuple[int, Op], float] = {}
-        self.waiting: dict[Action, int] = {}  # rank, by what is not on its way
-        self.due: list[tuple[float, int]] = [(0.0, rank) for rank in range(plan.num_ranks)]
+        self.waiting: dict[Action, _Rank] = {}  # by what is not on its way
+        self.due = [(0.0, number) for number in range(plan.num_ranks)]
 
     def placed(self) -> Plan:
         while self.due:
             now_s, number = heapq.heappop(self.due)
-            self._decide(number, now_s)
+            self._decide(self.ranks[number], now_s)
         if self.waiting:
-            cells = {number: self.ranks[number].position for number in self.waiting.values()}
+            cells = {rank.number: rank.position for rank in self.waiting.values()}
             raise error_at(
                 self.plan, cells, "no rank can go on: each needs a result that comes later or never"
             )
-        return Plan(tuple((*rank.placed, *rank.fill, *self._last(rank)) for rank in self.ranks))
+        for rank in self.ranks:
+            rank.placed += rank.fill
+            rank.placed += sorted(rank.last, key=lambda action: action.stage)  # by micro-batch, too
+        return Plan(tuple(tuple(rank.placed) for rank in self.ranks))
 
-    @staticmethod
-    def _last(rank: _Rank) -> list[Action]:
-        return sorted(rank.last, key=lambda action: action.stage)  # stable: by micro-batch
-
-    def _decide(self, number: int, now_s: float) -> None:
+    def _decide(self, rank: _Rank, now_s: float) -> None:
         """Begin a rank's next computation, or note when it can begin."""
-        rank = self.ranks[number]
         if rank.position == len(rank.program):
             return
-        action = rank.next
-        if not self._has_room(rank, number, action):
-            self._weight(rank, number, now_s, rank.fill or rank.last)
+        action = rank.program[rank.position]
+        if not self._has_room(rank, action):
+            self._weight(rank, now_s, rank.fill or rank.last)
             return
-        arrives_s = self._arrives_s(action)
+        arrives_s = self.arrives_s.get(action)
         if arrives_s is not None and arrives_s <= now_s + _ROUNDING:
-            self._compute(rank, number, now_s, action)
+            self._compute(rank, now_s, action)
             return
         if rank.fill:
-            gap_s = self._sender_takes_s(action) if arrives_s is None else arrives_s - now_s
+            if arrives_s is None:  # after what is not computed yet, at the earliest
+                stage, op, _ = action
+                source = stage - 1 if op is Op.FORWARD else stage + 1
+                gap_s = self.seconds[op][source] + self.times.transfer_s
+            else:
+                gap_s = arrives_s - now_s
             needs_s = (1 - self.overrun) * self.times.weight_s[rank.fill[0].stage]
             if needs_s <= gap_s + _ROUNDING:
-                self._weight(rank, number, now_s, rank.fill)
+                self._weight(rank, now_s, rank.fill)
                 return
         if arrives_s is None:
-            self.waiting[action] = number
+            self.waiting[action] = rank
         else:
-            heapq.heappush(self.due, (arrives_s, number))
+            heapq.heappush(self.due, (arrives_s, rank.number))
 
-    def _has_room(self, rank: _Rank, number: int, action: Action) -> bool:
+    def _has_room(self, rank: _Rank, action: Action) -> bool:
         """Whether a computation keeps a rank within its memory limit.
 
         Raises:
@@ -207,34 +207,19 @@ class _Play:
         adds = self.held.saved[stage]
         if op is Op.BACKWARD:
             adds = self.held.delayed[stage] - adds
-        most = self.held.most[number]
+        most = self.held.most[rank.number]
         if adds <= 0 or rank.held + adds <= most * (1 + _ROUNDING):
             return True
         if rank.fill or rank.last:
             return False
         raise error_at(
             self.plan,
-            {number: rank.position},
-            f"rank {number} would hold {rank.held + adds:.6g} with {action} and may hold "
+            {rank.number: rank.position},
+            f"rank {rank.number} would hold {rank.held + adds:.6g} with {action} and may hold "
             f"{most:.6g}: raise the limit, or run fewer forwards ahead",
         )
 
-    def _arrives_s(self, action: Action) -> float | None:
-        """Return when a computation's input arrives, or None if its computation has not begun."""
-        stage, op, _ = action
-        if (op is Op.FORWARD and stage == 0) or (
-            op is Op.BACKWARD and stage == self.plan.num_stages - 1
-        ):
-            return -inf
-        return self.arrives_s.get(action)
-
-    def _sender_takes_s(self, action: Action) -> float:
-        """Return a lower bound of the time until an input arrives that is not computed yet."""
-        stage, op, _ = action
-        source = stage - 1 if op is Op.FORWARD else stage + 1
-        return self.seconds[op][source] + self.times.transfer_s
-
-    def _compute(self, rank: _Rank, number: int, now_s: float, action: Action) -> None:
+    def _compute(self, rank: _Rank, now_s: float, action: Action) -> None:
         stage, op, microbatch = action
         end_s = now_s + self.seconds[op][stage]
         rank.position += 1
@@ -250,19 +235,19 @@ class _Play:
         if 0 <= reader.stage < self.plan.num_stages:
             arrives_s = end_s
             if self.plan.num_ranks > 1:
-                arrives_s = max(end_s, self.link_free_s.get((number, op), 0.0))
+                arrives_s = max(end_s, self.link_free_s.get((rank.number, op), 0.0))
                 arrives_s += self.times.transfer_s
-                self.link_free_s[number, op] = arrives_s
+                self.link_free_s[rank.number, op] = arrives_s
             self.arrives_s[reader] = arrives_s
             if (waits := self.waiting.pop(reader, None)) is not None:
-                heapq.heappush(self.due, (now_s, waits))
-        heapq.heappush(self.due, (end_s, number))
+                heapq.heappush(self.due, (now_s, waits.number))
+        heapq.heappush(self.due, (end_s, rank.number))
 
-    def _weight(self, rank: _Rank, number: int, now_s: float, left: deque[Action]) -> None:
+    def _weight(self, rank: _Rank, now_s: float, left: deque[Action]) -> None:
         action = left.popleft()
         rank.placed.append(action)
         rank.held -= self.held.delayed[action.stage]
-        heapq.heappush(self.due, (now_s + self.times.weight_s[action.stage], number))
+        heapq.heappush(self.due, (now_s + self.times.weight_s[action.stage], rank.number))
 
 
 def place_as_if_equal(plan: Plan, most: int | None = None) -> Plan:

@@ -26,7 +26,7 @@ def recompute_early(plan: Plan, stages: Container[int], *, in_pairs: bool = Fals
         in_pairs: whether both micro-batches of a pair are recomputed before both backwards:
             ``0R0 0R1 0B0 0B1``.
     """
-    return Plan(tuple(_with_recompute(program, stages, in_pairs) for program in plan.programs))
+    return plan.lowered(lambda program: _with_recompute(program, stages, in_pairs))
 
 
 def recomputed(program: Program) -> frozenset[tuple[int, int | None]]:
@@ -34,21 +34,18 @@ def recomputed(program: Program) -> frozenset[tuple[int, int | None]]:
     return frozenset((stage, m) for stage, op, m in program if op is Op.RECOMPUTE)
 
 
-def _with_recompute(program: Program, stages: Container[int], in_pairs: bool) -> Program:
+def _with_recompute(program: Program, stages: Container[int], in_pairs: bool) -> Iterator[Action]:
     there = set(recomputed(program))
 
-    def lower() -> Iterator[Action]:
-        for action, behind in zip_longest(program, program[1:]):
-            of_pair = [action]
-            if in_pairs and behind is not None and _are_pair(action, behind):
-                of_pair.append(behind)
-            for stage, op, microbatch in of_pair:
-                if op is Op.BACKWARD and stage in stages and (stage, microbatch) not in there:
-                    there.add((stage, microbatch))
-                    yield Action(stage, Op.RECOMPUTE, microbatch)
-            yield action
-
-    return tuple(lower())
+    for action, behind in zip_longest(program, program[1:]):
+        of_pair = [action]
+        if in_pairs and behind is not None and _are_pair(action, behind):
+            of_pair.append(behind)
+        for stage, op, microbatch in of_pair:
+            if op is Op.BACKWARD and stage in stages and (stage, microbatch) not in there:
+                there.add((stage, microbatch))
+                yield Action(stage, Op.RECOMPUTE, microbatch)
+        yield action
 
 
 def _are_pair(first: Action, second: Action) -> bool:

@@ -36,10 +36,10 @@ def shard_grads(plan: Plan) -> Plan:
     """
     if plan.has(Op.FREE_GRAD):
         return plan
-    return Plan(tuple(map(_sharded, plan.programs)))
+    return plan.lowered(_sharded)
 
 
-def _sharded(program: Program) -> Program:
+def _sharded(program: Program) -> Iterator[Action]:
     first: dict[int, int] = {}
     reduced: dict[int, int] = {}
     for index, (stage, op, _) in enumerate(program):
@@ -54,11 +54,8 @@ def _sharded(program: Program) -> Program:
         if len(later) > 1 and stage not in late:
             freed[later[1]].append(stage)
 
-    def lower() -> Iterator[Action]:
-        for index, action in enumerate(program):
-            yield from (Action(stage, Op.FREE_GRAD) for stage in freed.get(index, ()))
-            yield action
-            if action.op is Op.STEP and action.stage in late and action.stage in reduced:
-                yield Action(action.stage, Op.FREE_GRAD)
-
-    return tuple(lower())
+    for index, action in enumerate(program):
+        yield from (Action(stage, Op.FREE_GRAD) for stage in freed.get(index, ()))
+        yield action
+        if action.op is Op.STEP and action.stage in late and action.stage in reduced:
+            yield Action(action.stage, Op.FREE_GRAD)

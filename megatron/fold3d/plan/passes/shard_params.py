@@ -32,12 +32,11 @@ def shard_params(plan: Plan) -> Plan:
     """
     if plan.has(*FREE_OPS):
         return plan
-    return Plan(tuple(map(_sharded, add_param_gather(plan).programs)))
+    gathered = add_param_gather(plan)
+    return gathered.lowered(_sharded) if plan.has(Op.BACKWARD) else gathered
 
 
-def _sharded(program: Program) -> Program:
-    if not any(action.op is Op.BACKWARD for action in program):
-        return program
+def _sharded(program: Program) -> Iterator[Action]:
     last_forward = {a.stage: i for i, a in enumerate(program) if a.op is Op.FORWARD}
     uses = [(i, a.stage) for i, a in enumerate(program) if a.op in _READS_IN_BACKWARD]
     first_use = {stage: i for i, stage in reversed(uses)}
@@ -54,16 +53,13 @@ def _sharded(program: Program) -> Program:
     }
     begins = {stage: max(begins[stage], last_forward[stage] + 1) for stage in freed}
 
-    def lower() -> Iterator[Action]:
-        for index, action in enumerate(program):
-            stage = action.stage
-            yield from (
-                Action(other, Op.ALL_GATHER_B) for other in in_order if begins.get(other) == index
-            )
-            yield action
-            if stage in freed and last_forward[stage] == index:
-                yield Action(stage, Op.FREE_PARAM)
-            if last_use.get(stage) == index:
-                yield Action(stage, Op.FREE_PARAM_B)
-
-    return tuple(lower())
+    for index, action in enumerate(program):
+        stage = action.stage
+        yield from (
+            Action(other, Op.ALL_GATHER_B) for other in in_order if begins.get(other) == index
+        )
+        yield action
+        if stage in freed and last_forward[stage] == index:
+            yield Action(stage, Op.FREE_PARAM)
+        if last_use.get(stage) == index:
+            yield Action(stage, Op.FREE_PARAM_B)

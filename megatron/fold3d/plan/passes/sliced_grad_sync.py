@@ -18,7 +18,7 @@ The rest overlaps the next iteration's forwards, in the order in which they need
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
@@ -40,7 +40,7 @@ def slice_grad_sync(plan: Plan, shares: Sequence[float]) -> Plan:
         shares: for each stage, the part of its DP.sync that is launched before the next stage's
             begins; used only if the stage's DP.sync reaches into the next iteration.
     """
-    return Plan(tuple(_sliced(program, shares) for program in plan.programs))
+    return plan.lowered(lambda program: _sliced(program, shares))
 
 
 def has_slices(program: Program) -> bool:
@@ -49,7 +49,7 @@ def has_slices(program: Program) -> bool:
     return any(op in SUM_OPS and end is not None and s not in apart for s, op, end in program)
 
 
-def _sliced(program: Program, shares: Sequence[float]) -> Program:
+def _sliced(program: Program, shares: Sequence[float]) -> Iterator[Action]:
     reduces = [i for i, action in enumerate(program) if action.op in SUM_OPS]
     late = carried(program)
     weights = _weights(program)
@@ -68,12 +68,11 @@ def _sliced(program: Program, shares: Sequence[float]) -> Program:
             _put(before, whole, behind, weights, 0, share)
         if share < WHOLE:
             _put(before, whole, ahead, weights, share, WHOLE)
-    sliced: list[Action] = []
     for index, action in enumerate(program):
-        sliced += before[index]
+        yield from before[index]
         if action.op not in SUM_OPS:
-            sliced.append(action)
-    return (*sliced, *before[len(program)])
+            yield action
+    yield from before[len(program)]
 
 
 def _window_of_rest(program: Program, stage: int) -> range:

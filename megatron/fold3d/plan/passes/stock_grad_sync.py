@@ -29,7 +29,7 @@ def serial_grad_sync(plan: Plan, in_shards: Container[int] = ()) -> Plan:
         others = (a for a in program if a.op not in SUM_OPS and a.op is not Op.STEP)
         return (*others, *sums, *steps)
 
-    return Plan(tuple(map(to_the_end, add_grad_sync(plan, in_shards).programs)))
+    return add_grad_sync(plan, in_shards).lowered(to_the_end)
 
 
 def aligned_grad_sync(plan: Plan, in_shards: Container[int] = ()) -> Plan:

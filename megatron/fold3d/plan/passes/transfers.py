@@ -87,7 +87,10 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
             if results.allow(action := programs[rank][position[rank]])
         ]
         if not ready and not on_the_way:
-            raise PlanError(_stuck({rank: programs[rank][position[rank]] for rank in running}))
+            waiting = ", ".join(f"rank {r} at {programs[r][position[r]]}" for r in running)
+            raise PlanError(
+                f"no rank can go on: {waiting}; each needs a result that comes later or never"
+            )
         for action in on_the_way:
             results.arrive(action)
         on_the_way = []
@@ -169,8 +172,3 @@ class _Results:
         return self.forward[here] and (
             stage == self.last_stage or self.backward_sent[here + self.num_microbatches]
         )
-
-
-def _stuck(waiting: dict[int, Action]) -> str:
-    where = ", ".join(f"rank {rank} at {action}" for rank, action in waiting.items())
-    return f"no rank can go on: {where}; each needs a result that comes later or never"

@@ -11,16 +11,15 @@ And here, with ``behind_own``, those of segment 1 are computed after the segment
     after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2W0 2W1 0B0 0B1
 """
 
-from collections.abc import Container, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program, stages_of
 from megatron.fold3d.plan.ops import WEIGHT_OPS
 
 
-def delay_weight_grads(
-    plan: Plan, segments: Sequence[int], behind_own: Container[int] = ()
-) -> Plan:
+def delay_weight_grads(plan: Plan, segments: Sequence[int], behind_own: Iterable[int] = ()) -> Plan:
     """Compute the weight gradients of some segments after all backwards of a rank.
 
     The next forward needs the first segment's gradients first, but its backward ends last. Only
@@ -40,29 +39,22 @@ def delay_weight_grads(
             f"no segment {unknown[0]} whose weight gradients could be delayed; the plan has "
             f"segments 0 to {plan.num_segments - 1}"
         )
-    return Plan(
-        tuple(
-            _delayed(program, plan.num_ranks, rank, segments, behind_own)
-            for rank, program in enumerate(plan.programs)
-        )
-    )
+    stages = frozenset(stages_of(segments, plan.num_ranks))
+    own = stages & {*stages_of(behind_own, plan.num_ranks)}
 
+    def delayed(program: Program) -> Iterator[Action]:
+        backwards = [a for a in program if a.op is Op.BACKWARD and a.stage in stages]
+        last = {action.stage: action for action in backwards}
+        weights: defaultdict[int, list[Action]] = defaultdict(list)
+        for action in sorted(backwards):
+            weights[action.stage].append(action._replace(op=Op.WEIGHT))
+        for action in program:
+            yield action
+            if action.stage in own and action == last.get(action.stage):
+                yield from weights.pop(action.stage)
+        yield from chain.from_iterable(weights.values())
 
-def _delayed(
-    program: Program, num_ranks: int, rank: int, segments: Sequence[int], own: Container[int]
-) -> Program:
-    stages = {segment * num_ranks + rank: segment in own for segment in sorted(segments)}
-    backwards = [a for a in program if a.op is Op.BACKWARD and a.stage in stages]
-    last = {action.stage: action for action in backwards}
-    weights: dict[int, list[Action]] = {stage: [] for stage in stages}
-    for action in sorted(backwards, key=lambda a: (a.stage, a.microbatch or 0)):
-        weights[action.stage].append(action._replace(op=Op.WEIGHT))
-    lowered: list[Action] = []
-    for action in program:
-        lowered.append(action)
-        if stages.get(action.stage) and action == last[action.stage]:
-            lowered += weights.pop(action.stage)
-    return (*lowered, *chain.from_iterable(weights.values()))
+    return plan.lowered(delayed)
 
 
 def split_stages(program: Program) -> frozenset[int]:
@@ -80,4 +72,4 @@ def split_in_place(plan: Plan) -> Plan:
         is_whole = action.op is Op.BACKWARD
         return (action, action._replace(op=Op.WEIGHT)) if is_whole else (action,)
 
-    return Plan(tuple(tuple(chain.from_iterable(map(halves, p))) for p in plan.programs))
+    return plan.lowered(lambda program: chain.from_iterable(map(halves, program)))

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_from, message_to, send_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
-from megatron.fold3d.plan.device_queues import Stream, queue_of, stream_of
+from megatron.fold3d.plan.device_queues import Stream, stream_of
 from megatron.fold3d.plan.ir import Action, Plan, PlanError, gc_paused
-from megatron.fold3d.plan.ops import SEND_OPS
+from megatron.fold3d.plan.ops import P2P_OPS, SEND_OPS
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.verify import error_at
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
@@ -55,7 +55,7 @@ def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = Fa
     """
     if connections < 1:
         raise PlanError(f"found {connections} hardware queues; CUDA has from 1 to 32")
-    if plan.num_ranks > 1 and not plan.has_p2p:
+    if plan.num_ranks > 1 and not plan.has(*P2P_OPS):
         plan = add_p2p(plan, receives_late=connections == 1)
     costs = Costs.uniform(plan.num_stages, forward_s=0.0, backward_s=0.0)
     device = Device(connections=connections, tensor_parallel=tensor_parallel)
@@ -79,7 +79,8 @@ class _Rank:
 
     def __init__(self, number: int, items: Sequence[Item], connections: int) -> None:
         self.number, self.items = number, items
-        of_stream = queue_of(dict.fromkeys(item.stream for item in items), connections)
+        streams = dict.fromkeys(item.stream for item in items)  # in the order of their first use
+        of_stream = {stream: index % connections for index, stream in enumerate(streams)}
         numbers: list[list[int]] = [[] for _ in range(min(connections, len(of_stream)))]
         for index, item in enumerate(items):
             numbers[of_stream[item.stream]].append(index)

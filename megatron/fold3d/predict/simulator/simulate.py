@@ -21,7 +21,15 @@ from typing import NamedTuple
 from megatron.fold3d.observe.messages import message_from, send_of, source_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
-from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, SYNC_OPS, TABLE, UPDATE_OPS, Place
+from megatron.fold3d.plan.ops import (
+    COMPUTE_OPS,
+    COPY_OPS,
+    P2P_OPS,
+    SYNC_OPS,
+    TABLE,
+    UPDATE_OPS,
+    Place,
+)
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.policy.offload_choice import CopyStreams
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
@@ -57,7 +65,7 @@ def simulate(plan: Plan, costs: Costs, link: Link = PLAIN, *, iterations: int = 
             f"found {len(nics)} NICs; the plan has {plan.num_ranks} ranks, one for each"
         )
     device = link.device
-    if device is not None and plan.num_ranks > 1 and not plan.has_p2p:
+    if device is not None and plan.num_ranks > 1 and not plan.has(*P2P_OPS):
         plan = add_p2p(plan, receives_late=device.connections == 1)
     steps = Steps(plan, costs, link)
     if device is not None:

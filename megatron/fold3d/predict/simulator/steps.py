@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
 from megatron.fold3d.plan.ops import (
     LINK_OPS,
+    P2P_OPS,
     SEND_OPS,
     SUM_OPS,
     TABLE,
@@ -92,7 +93,7 @@ class Steps:
         self.nics = link.nic_of_rank or tuple(range(plan.num_ranks))
         self.sends_waited_for = frozenset() if costs.sends_are_buffered else link.sends_waited_for
         # By op: the computation whose result leaves there, and the step to who reads it.
-        self._senders = _ON_END if not plan.has_p2p else _AT_SEND
+        self._senders = _ON_END if not plan.has(*P2P_OPS) else _AT_SEND
         self._seconds: dict[Op, tuple[float, ...]] = {
             op: getattr(costs, row.cost) for op, row in TABLE.items() if row.cost
         } | {

@@ -285,22 +285,18 @@ class DueSteps(Feature):
         self._due = set(late)
         return True, None, None
 
-    def defer_scaling(self, chunk: Any, factor: Any) -> bool:
-        """Take over the scaling of gradients that are still being reduced.
-
-        Returns True if the chunk will be scaled once reduced, False if the caller must scale it.
-        """
+    def scale(self, upstream: Callable[..., None], chunk: Any, factor: Any) -> None:
+        """Scale a chunk's gradients as ``upstream`` does; once reduced, if they still are."""
         if self.sums.is_running(chunk):
             self._scaling[chunk] = factor
-            return True
-        return False
+        else:
+            upstream(chunk, factor)
 
-    def defer_zeroing(self, chunk: Any) -> bool:
-        """Return True if a chunk's due step will zero its gradients, so the caller must not."""
-        if chunk in self._due:
-            return True
-        self._wait_for(chunk)  # the iteration is given up or run again
-        return False
+    def zero(self, upstream: Callable[..., None], chunk: Any) -> None:
+        """Zero a chunk's gradients as ``upstream`` does, unless its due step will."""
+        if chunk not in self._due:
+            self._wait_for(chunk)  # the iteration is given up or run again
+            upstream(chunk)
 
     def take_all(self) -> None:
         """Finish all reductions and due steps; the parameters are then up to date."""

@@ -16,7 +16,6 @@ With depth 1, as here, a copy overlaps one computation: it starts when the compu
 and the computation after waits for it. Neither the host nor another rank waits.
 """
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,27 +25,28 @@ from typing import Any, Self
 import torch
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.plan.ir import Action, Program
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.ops import TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.runtime.device import Clock, Mark, runs_behind
 from megatron.fold3d.runtime.events import UNHEARD, Events
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key
 from megatron.fold3d.runtime.measure.saved_bytes import lasting_storages
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.host_slots import HostSlots
 from megatron.fold3d.runtime.offload.offload_tuner import OffloadTuner
 from megatron.fold3d.runtime.offload.pinned_pool import ALIGNMENT, Slot
 from megatron.fold3d.runtime.offload.saved_tensors import SavedTensors, offsets
-
-logger = logging.getLogger(__name__)
+from megatron.fold3d.runtime.plans import Plans
 
 _SMALL = 16  # a hidden state divided by this is too small to offload
 _OFFLOADED = "offloaded_bytes"
-_Key = tuple[int, int | None]  # stage, micro-batch
 
 
-class Offloader:
+class Offloader(Feature):
     """Moves the tensors that forwards save between the device and a pool of host memory.
+
+    It does nothing in evaluations, which save nothing.
 
     Args:
         device: the device of the model.
@@ -59,6 +59,8 @@ class Offloader:
             gives. What finds no place there stays on the device.
         num_local: the number of ranks on this node, which share its memory.
         copies: the copy engine; by default one of its own.
+        plans: the plans of the run, whose offloads may change from iteration to iteration.
+        recorder: hears of copies.
 
     Attributes:
         pool: the host memory.
@@ -81,6 +83,8 @@ class Offloader:
         first_bytes: int | None = None,
         num_local: int = 1,
         copies: Copies | None = None,
+        plans: Plans | None = None,
+        recorder: Events = UNHEARD,
     ) -> None:
         self._slots = HostSlots(
             device,
@@ -98,17 +102,17 @@ class Offloader:
         self._device = device
         self._everything = everything
         self._clock = Clock(device)
-        self._recorder = UNHEARD
-        self._travels: frozenset[_Key] = frozenset()
+        self._plans, self._recorder = plans, recorder
+        self._travels: frozenset[Key] = frozenset()
         self._lasting: frozenset[int] = frozenset()
         self._smallest_bytes = 0
         self._now = _Now()
-        self._away: dict[_Key, _Away] = {}
+        self._away: dict[Key, _Away] = {}
         self._leaving: deque[list[_Away]] = deque()  # by the computations that they still have
         self._returned: deque[tuple[Mark, Mark]] = deque()  # when copied, when needed
 
     @classmethod
-    def of(cls, config: Fold3DConfig, num_local: int) -> Self:
+    def of(cls, config: Fold3DConfig, num_local: int, plans: Plans, recorder: Events) -> Self:
         """Return the offloader of a run, one of ``num_local`` on this node."""
         return cls(
             torch.device(config.device),
@@ -117,6 +121,8 @@ class Offloader:
             saved_bytes=config.saved_bytes,
             first_bytes=config.activation_memory_bytes,
             num_local=num_local,
+            plans=plans,
+            recorder=recorder,
         )
 
     @property
@@ -134,12 +140,44 @@ class Offloader:
         self.depth = choice.depth
         return choice
 
+    def choose_plan(self, plan: Plan, rank: int) -> Plan:
+        """Return the plan with this rank's choice of offloads, unless the user's plan has some."""
+        if self._plans is None or self._plans.fixes_offload:
+            return plan
+        return self._plans.training(plan.num_microbatches, self.choice(plan.programs[rank]))
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Allocate the host memory that the program needs."""
+        if iteration.trains:
+            self.begin_iteration(iteration.program, iteration.chunks, iteration.hidden_bytes)
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return handlers that copy activations, and wrappers that collect and restore them."""
+        if not iteration.trains:
+            return {}
+        run_forward, run_backward = inner[Op.FORWARD], inner[Op.BACKWARD]
+
+        def forward(action: Action) -> None:
+            with self.saving(action):
+                run_forward(action)
+
+        def backward(action: Action) -> None:
+            with self.using(action):
+                run_backward(action)
+
+        def offload(action: Action) -> None:
+            input_tensor, _ = iteration.saved[action.stage, action.microbatch]
+            self.offload(action, held=input_tensor)
+
+        return {
+            Op.FORWARD: forward,
+            Op.BACKWARD: backward,
+            Op.OFFLOAD: offload,
+            Op.RELOAD: self.reload,
+        }
+
     def begin_iteration(
-        self,
-        program: Program,
-        modules: Iterable[torch.nn.Module],
-        hidden_bytes: int,
-        recorder: Events = UNHEARD,
+        self, program: Program, modules: Iterable[torch.nn.Module], hidden_bytes: int
     ) -> None:
         """Prepare for an iteration.
 
@@ -147,14 +185,12 @@ class Offloader:
             program: the program of this rank.
             modules: the model chunks; their parameters and buffers stay on the device.
             hidden_bytes: the bytes of a hidden state; much smaller tensors stay on the device.
-            recorder: hears of copies.
 
         Raises:
             HostMemoryError: the host has less memory than the program takes.
         """
         self.held = self.peak = 0
         self._count_early()
-        self._recorder = recorder
         self._recorder.count(_OFFLOADED, 0)  # known where nothing leaves, too
         self._tuner.begin_iteration()
         self._away.clear()

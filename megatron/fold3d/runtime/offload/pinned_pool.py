@@ -85,7 +85,8 @@ class PinnedPool:
 
     def take(self, num_bytes: int) -> Slot | None:
         """Return the smallest free slot that fits, or a new one of uncut memory; None without."""
-        size = self._best(num_bytes)
+        fitting = (size for size, free in self._free.items() if free and size >= num_bytes)
+        size = min(fitting, default=None)
         if size is None:
             size = aligned(num_bytes)
             if not self._cut(size):
@@ -100,10 +101,6 @@ class PinnedPool:
         size = slot.memory.numel()
         self._in_use_bytes -= size
         self._free[size].append(slot)
-
-    def _best(self, num_bytes: int) -> int | None:
-        fitting = (size for size, free in self._free.items() if free and size >= num_bytes)
-        return min(fitting, default=None)
 
     def _cut(self, size: int) -> bool:
         """Make a free slot of uncut memory; returns False if there is too little."""

@@ -7,7 +7,7 @@ process group start in the order of the calls.
 import atexit
 import importlib
 import logging
-from collections.abc import Collection
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from types import ModuleType
@@ -17,21 +17,30 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.runtime.preemption import slice_size
+from megatron.fold3d.policy.grad_sync_cuts import slice_bytes
+from megatron.fold3d.runtime.feature import Feature, Iteration
+from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    bucket_groups,
+    connect,
+    group_of,
+    ranks_of,
+    set_group,
+)
+from megatron.fold3d.runtime.measure.lanes import all_reduces, message_s
 from megatron.fold3d.runtime.preemption.control_sockets import ControlSockets
 from megatron.fold3d.runtime.preemption.preemptive_group import PreemptiveGroup
-from megatron.fold3d.runtime.preemption.unscheduled import Unscheduled
 
 logger = logging.getLogger(__name__)
 
-BUILD = "make extension"
 _SHUTDOWN_S = 10.0
+_LARGE = 1 << 20  # bytes
 
 
-class PreemptiveCommunicator:
+class PreemptiveCommunicator(Feature):
     """Makes process groups that share one scheduler; a context manager that closes it.
 
-    Without the extension nothing is preempted: see `Unscheduled`.
+    In a run, it starts the collectives of DDP's buckets, and outlives all features that
+    communicate.
 
     Args:
         slice_bytes: the size of a slice, or the largest one that `fit_slices` may choose.
@@ -39,6 +48,9 @@ class PreemptiveCommunicator:
         slices_in_flight: the number of slices in flight per group.
         pause_share: the largest share of the time for which slices may be held back.
         fits_slices: whether `fit_slices` may choose a smaller size.
+
+    Raises:
+        ValueError: the extension has not been built.
     """
 
     def __init__(
@@ -53,25 +65,22 @@ class PreemptiveCommunicator:
         self._slice_bytes = slice_bytes
         self._fits_slices = fits_slices
         self._slices_in_flight = slices_in_flight
-        self._timeout_s = timeout.total_seconds()
+        self._timeout = timeout
         self._pause_share = pause_share
-        self._extension = extension()
+        built = extension()
+        if built is None:
+            raise ValueError(
+                "--preemptive-comm: its C++ scheduler is not built, and nothing stands in for it; "
+                "run: make extension"
+            )
+        self._extension = built
         self._scheduler: Any = None
         self._links: Any = None
         self._open = ExitStack()
 
     @classmethod
     def of(cls, config: Fold3DConfig) -> Self:
-        """Return the communicator of a run.
-
-        Raises:
-            ValueError: the run is on GPUs, which need the extension, and it has not been built.
-        """
-        if config.device == "cuda" and extension() is None:
-            raise ValueError(
-                "--preemptive-comm: its C++ scheduler is not built, and on GPUs nothing stands in "
-                f"for it; run: {BUILD}"
-            )
+        """Return the communicator of a run."""
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
         return cls(
             slice_bytes=config.slice_bytes,
@@ -79,7 +88,15 @@ class PreemptiveCommunicator:
             fits_slices=config.choice.slice_bytes is None,
         )
 
-    def connect(self, neighbours: Collection[int]) -> None:
+    def prepare(self, iteration: Iteration) -> None:
+        """Connect to the neighbours in the first iteration; route the model's buckets."""
+        if self._scheduler is None:
+            self.connect(_neighbours(iteration.pp_group, iteration.chunks))
+            self.fit_slices(iteration.hidden_bytes, iteration.groups.dp_cp, iteration.device)
+        if iteration.trains:
+            self._route_buckets(iteration.chunks)
+
+    def connect(self, neighbours: Iterable[int]) -> None:
         """Start the scheduler's thread and connect to the neighbours of this rank.
 
         All ranks of the job call this together. Ranks report failures to their neighbours, which
@@ -88,51 +105,55 @@ class PreemptiveCommunicator:
         """
         if self._scheduler is not None:
             return
-        extension = self._extension
-        if extension is None:
-            logger.warning(
-                "--preemptive-comm: the extension is not built, DP.sync is sliced but never waits; "
-                "run: %s",
-                BUILD,
-            )
-            self._scheduler = Unscheduled()
-            return
         rank, world = dist.get_rank(), dist.get_world_size()
-        policy = extension.Policy()
-        policy.rank, policy.timeout_s = rank, self._timeout_s
+        policy = self._extension.Policy()
+        policy.rank, policy.timeout_s = rank, self._timeout.total_seconds()
         policy.slices_in_flight, policy.pause_share = self._slices_in_flight, self._pause_share
-        self._scheduler = extension.Scheduler(policy)
+        self._scheduler = self._extension.Scheduler(policy)
         atexit.register(self.close)
         if world > 1:
             ring = {(rank - 1) % world, (rank + 1) % world}
             sockets = self._open.enter_context(ControlSockets({*neighbours, *ring} - {rank}))
-            self._links = extension.ControlLinks(self._scheduler, sockets.connections)
+            self._links = self._extension.ControlLinks(self._scheduler, sockets.connections)
 
     def fit_slices(
         self, transfer_bytes: int, dp_group: dist.ProcessGroup, device: torch.device
     ) -> None:
         """Choose the slice size to use beside transfers of ``transfer_bytes``, from now on.
 
-        All ranks of the job call this together; nothing happens if the user has chosen a size.
+        All ranks of the job call this together. They measure at the same time, and the slowest
+        counts, so that all make the same slices. Nothing happens if the user has chosen a size.
         """
-        if self._fits_slices:
-            self._slice_bytes = slice_size.measured(
-                transfer_bytes, self._slice_bytes, dp_group, device
+        if not self._fits_slices:
+            return
+        # The launch cost is the time of a one-element all-reduce. The difference of two sizes would
+        # not show it: a link may let the first bytes of each message through at once.
+        element = torch.zeros(1, device=device)
+        launch_s = message_s(lambda: dist.all_reduce(element, group=dp_group), device)
+        per_byte_s = all_reduces(dp_group, _LARGE, device).s_per_byte
+        self._slice_bytes = slice_bytes(transfer_bytes, self._slice_bytes, per_byte_s, launch_s)
+        if dist.get_rank() == 0:
+            logger.info(
+                "DP.sync in slices of %s bytes: to start one takes %.3g ms, a byte %.3g ns; "
+                "--schedule ...:slice-bytes=%s repeats it",
+                *(self._slice_bytes, 1e3 * launch_s, 1e9 * per_byte_s, self._slice_bytes),
             )
 
     def group(self, group: dist.ProcessGroup, direction: int = 0) -> PreemptiveGroup:
         """Return a process group that schedules the communication of ``group``."""
         assert self._scheduler is not None, "connect first"
-        extension = self._extension
-        waiters = (extension.Waiter(), extension.Waiter()) if extension else (None, None)
+        waiters = self._extension.Waiter(), self._extension.Waiter()
         return PreemptiveGroup(group, self._scheduler, waiters, self._slice_bytes, direction)
 
     def statistics(self) -> Any:
         """Return the scheduler's counters."""
         return self._scheduler.statistics()
 
-    def check(self) -> None:
+    def drain(self, iteration: Iteration) -> None:
         """Log failures of the control links that did not end the job."""
+        self._log_warnings()
+
+    def _log_warnings(self) -> None:
         for warning in self._links.warnings() if self._links is not None else ():
             logger.warning("rank %s: %s", dist.get_rank(), warning)
 
@@ -146,16 +167,39 @@ class PreemptiveCommunicator:
         if not self._scheduler.shutdown(_SHUTDOWN_S):
             logger.warning("communication was cut short after %s s", _SHUTDOWN_S)
         if self._links is not None:
-            self.check()
+            self._log_warnings()
             self._links.close()
         self._open.close()
         self._scheduler = self._links = None
+
+    def _route_buckets(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Reduce and gather the buckets of Megatron's DDP from now on; all ranks call it together.
+
+        The process groups are new ones. Nothing else uses them, so on every replica their
+        collectives run in the order of the buckets.
+        """
+        buckets = list(bucket_groups(*chunks))
+        if any(isinstance(group_of(bucket_group), PreemptiveGroup) for bucket_group in buckets):
+            return
+        device = next(chunks[0].parameters()).device
+        made = connect(map(group_of, buckets), device, self._timeout)
+        ours = {ranks: self.group(group) for ranks, group in made.items()}
+        for bucket_group in buckets:
+            set_group(bucket_group, ours[ranks_of(group_of(bucket_group))])
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, *_: object) -> None:
         self.close(None if kind is None or issubclass(kind, SystemExit) else error)
+
+
+def _neighbours(pp_group: dist.ProcessGroup, chunks: Sequence[torch.nn.Module]) -> Iterator[int]:
+    """Yield the ranks next to this one in its pipeline and in its chunks' data-parallel groups."""
+    for group in (pp_group, *map(group_of, bucket_groups(*chunks))):
+        ranks = ranks_of(group)
+        ours = ranks.index(dist.get_rank())
+        yield from (ranks[ours - 1], ranks[(ours + 1) % len(ranks)])
 
 
 def extension() -> ModuleType | None:

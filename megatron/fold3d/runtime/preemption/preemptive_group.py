@@ -4,7 +4,7 @@ Keeps one invariant: the size of a tensor alone decides how it is cut, so every 
 slices, and they start in the order of the calls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from megatron.fold3d.runtime.torch_names import under_both_names
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.preemption._scheduler import Scheduler, Waiter
-    from megatron.fold3d.runtime.preemption.unscheduled import Unscheduled
 
 _lanes = count()
 
@@ -37,15 +36,15 @@ class PreemptiveGroup(dist.ProcessGroup):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        scheduler: "Scheduler | Unscheduled",
-        waiters: "tuple[Waiter | None, Waiter | None]",
+        scheduler: "Scheduler",
+        waiters: "tuple[Waiter, Waiter]",
         slice_bytes: int,
         direction: int = 0,
     ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # an overload
         self.scheduled = group
         self._ranks = dist.get_process_group_ranks(group)
-        self._scheduler: Any = scheduler
+        self._scheduler = scheduler
         self._senders, self._receivers = waiters
         self._slice_bytes = slice_bytes
         self._direction = direction
@@ -61,14 +60,8 @@ class PreemptiveGroup(dist.ProcessGroup):
     ) -> Any:
         """Start an in-place all-reduce, slice by slice, of tensors of any shape."""
         slices = [part for tensor in tensors for part in self._slices(tensor)]
-        return self._scheduler.all_reduce(
-            self.scheduled,
-            slices,
-            self._senders,
-            _op(options),
-            self._lane,
-            self._name("all-reduce"),
-        )
+        start = self._scheduler.all_reduce
+        return self._start(start, "all-reduce", slices, _op(options))
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:
         """Start to all-reduce several tensors, of any shapes, as one task."""
@@ -87,14 +80,8 @@ class PreemptiveGroup(dist.ProcessGroup):
         self, outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], options: Any = None
     ) -> Any:
         """Start to reduce-scatter several tensors as one task; pairs of `reduce_scatter_single`."""
-        return self._scheduler.reduce_scatter(
-            self.scheduled,
-            self._sharded_slices(outputs, wholes),
-            self._senders,
-            _op(options),
-            self._lane,
-            self._name("reduce-scatter"),
-        )
+        slices, start = self._sharded_slices(outputs, wholes), self._scheduler.reduce_scatter
+        return self._start(start, "reduce-scatter", slices, _op(options))
 
     def all_gather_single(
         self, whole: torch.Tensor, share: torch.Tensor, options: Any = None
@@ -106,13 +93,8 @@ class PreemptiveGroup(dist.ProcessGroup):
         self, wholes: Sequence[torch.Tensor], shares: Sequence[torch.Tensor], _options: Any = None
     ) -> Any:
         """Start to all-gather several tensors as one task; pairs of `all_gather_single`."""
-        return self._scheduler.all_gather(
-            self.scheduled,
-            self._sharded_slices(shares, wholes),
-            self._senders,
-            self._lane,
-            self._name("all-gather"),
-        )
+        slices = self._sharded_slices(shares, wholes)
+        return self._start(self._scheduler.all_gather, "all-gather", slices)
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
         """Start to send one tensor, of any shape, to ``peer``, a rank of the group."""
@@ -146,8 +128,9 @@ class PreemptiveGroup(dist.ProcessGroup):
         """Return the backend of ``scheduled``, whose options another group may take over."""
         return self.scheduled._get_backend(device)
 
-    def _name(self, collective: str) -> str:
-        return f"{collective} {next(self._names)} over ranks {self._ranks}"
+    def _start(self, start: Callable[..., Any], what: str, slices: Any, *op: Any) -> Any:
+        name = f"{what} {next(self._names)} over ranks {self._ranks}"
+        return start(self.scheduled, slices, self._senders, *op, self._lane, name)
 
     def _slices(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         flat = tensor.view(-1)

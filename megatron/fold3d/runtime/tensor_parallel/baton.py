@@ -6,6 +6,7 @@ per process is the running thread's.
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from queue import SimpleQueue
 
 import torch
@@ -49,8 +50,12 @@ class Baton:
         Raises:
             Exception: the one that ``first`` or ``second`` raised; the other has ended by then.
         """
-        other = self._other_thread()
-        self._threads = (threading.get_ident(), other.ident)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, name="second micro-batch of a pair", daemon=True
+            )
+            self._thread.start()
+        self._threads = (threading.get_ident(), self._thread.ident)
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
         self._running, self._error = [True, True], None
         before = ProcessState.now()
@@ -60,7 +65,7 @@ class Baton:
             self._turns[_SECOND].acquire()
             if self._error is None:
                 make_current(device)
-                before.with_buffer(self._second_buffer).restore()
+                replace(before, memory_buffer=self._second_buffer).restore()
                 with stream:
                     self._run(second)
             self._running[_SECOND] = False
@@ -116,14 +121,6 @@ class Baton:
         except BaseException as error:  # noqa: BLE001 - raised again by `run`
             if self._error is None:
                 self._error = error
-
-    def _other_thread(self) -> threading.Thread:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._work, name="second micro-batch of a pair", daemon=True
-            )
-            self._thread.start()
-        return self._thread
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

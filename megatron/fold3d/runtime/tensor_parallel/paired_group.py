@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from megatron.fold3d.runtime.events import UNHEARD, Events, no_end
+from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.torch_names import method_of, under_both_names
 
 
@@ -123,13 +123,6 @@ class PairedGroup(dist.ProcessGroup):
         return str(dist.get_backend(self.group))
 
     def _start(self, collective: Callable[..., Any], *arguments: Any) -> Any:
-        work = self._launch(collective, *arguments)
-        if self._together.works is None:
-            return work
-        self._together.works.append(work)
-        return _NotYet()
-
-    def _launch(self, collective: Callable[..., Any], *arguments: Any) -> "_PairedWork":
         # A call that waits at once would run on NCCL's stream of the caller, and overlap nothing.
         arguments[-1].asyncOp = True
         works: list[Any] = []
@@ -139,7 +132,11 @@ class PairedGroup(dist.ProcessGroup):
             return works
 
         end = self._recorder.collective(self._name, self._name.lower().replace(".", "_"), launch)
-        return _PairedWork(works[0], self._hand_over, end)
+        work = _PairedWork(works[0], self._hand_over, end)
+        if self._together.works is None:
+            return work
+        self._together.works.append(work)
+        return _NotYet()
 
 
 class _Together(threading.local):
@@ -159,9 +156,7 @@ class _NotYet:
 class _PairedWork:
     """A collective in flight; its first `wait` lets the other micro-batch run."""
 
-    def __init__(
-        self, work: Any, hand_over: Callable[[], None], end: Callable[[], None] = no_end
-    ) -> None:
+    def __init__(self, work: Any, hand_over: Callable[[], None], end: Callable[[], None]) -> None:
         self._work = work
         self._hand_over = hand_over
         self._end = end

@@ -4,7 +4,7 @@ Keeps one invariant: the other micro-batch, which runs during a collective of a 
 does not change this state for it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 from megatron.core import parallel_state
@@ -37,10 +37,6 @@ class ProcessState:
             random_name=random.get_cuda_rng_tracker()._current_state_name,
             random_states=random._get_all_rng_states(),
         )
-
-    def with_buffer(self, memory_buffer: GlobalMemoryBuffer) -> Self:
-        """Return this state for a micro-batch that gathers into ``memory_buffer``."""
-        return replace(self, memory_buffer=memory_buffer)
 
     def restore(self) -> None:
         """Make the state what it was."""

@@ -36,10 +36,6 @@ class _Iteration:
     events: list[_Open] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
 
-    def is_complete(self, clock: Clock) -> bool:
-        ends = [self.end, *(event.end for event in self.events)]
-        return all(end is not None and clock.has_passed(end) for end in ends)
-
 
 class Recorder(Events):
     """Records iterations and delivers each once all its events have ended.
@@ -121,7 +117,10 @@ class Recorder(Events):
 
     def flush(self) -> None:
         """Deliver the iterations whose events have all ended."""
-        while self._waiting and self._waiting[0].is_complete(self._clock):
+        while self._waiting:
+            ends = [self._waiting[0].end, *(event.end for event in self._waiting[0].events)]
+            if not all(end is not None and self._clock.has_passed(end) for end in ends):
+                return
             self._deliver(self._read(self._waiting.pop(0)))
 
     def close(self) -> None:

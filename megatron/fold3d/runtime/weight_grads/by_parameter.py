@@ -18,7 +18,7 @@ import torch
 from megatron.fold3d.plan.ir import WHOLE, Action, Op
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.policy.shard_order import in_turns
-from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key
 from megatron.fold3d.runtime.grad_sync.stage_gradients import spread
 
 
@@ -70,6 +70,7 @@ class SplitBackwards[Item](Feature, ABC):
 
     def __init__(self) -> None:
         self._chunks: Mapping[int, torch.nn.Module] = {}  # by stage, those that are split
+        self._kept: dict[Key, list[Item]] = {}
         self._ends: dict[int, list[int]] = {}  # by stage, of the W: actions
         self._parts: dict[int, deque[list[tuple[Item, bool]]]] = {}  # that they compute
         self._unfinished: dict[int, set[torch.Tensor]] = {}
@@ -78,8 +79,9 @@ class SplitBackwards[Item](Feature, ABC):
         """Delay the gradients of the stages that have W or W: actions."""
         num_ranks = iteration.plan.num_ranks
         stages = split_stages(iteration.program)
-        self._chunks = {stage: iteration.chunks[stage // num_ranks] for stage in stages}
-        self.choose(self._chunks)
+        before, self._chunks = self._chunks, {s: iteration.chunks[s // num_ranks] for s in stages}
+        if before.keys() != self._chunks.keys():
+            self.choose(self._chunks)
         self._ends, self._parts = {}, {}
         for action in iteration.program:
             if action.op is Op.WEIGHT_PART:
@@ -107,7 +109,7 @@ class SplitBackwards[Item](Feature, ABC):
         They have the shapes of the parameters, and are computed on the current stream, in the dtype
         of the operands. DDP adds them to its ``main_grad`` buffers.
         """
-        self._add(self._take(action))
+        self._add(self._kept.pop((action.stage, action.microbatch)))
 
     @torch.no_grad()
     def compute_part(self, action: Action) -> None:
@@ -129,15 +131,7 @@ class SplitBackwards[Item](Feature, ABC):
 
     @abstractmethod
     def keeping(self, backward: Action) -> AbstractContextManager[None]:
-        """Return a context in which a backward keeps what its weight gradients need."""
-
-    @abstractmethod
-    def _take(self, action: Action) -> Iterable[Item]:
-        """Return the items of a `W`, and keep them no longer."""
-
-    @abstractmethod
-    def _take_all(self, stage: int) -> Sequence[Item]:
-        """Return the items of a stage, in the order of micro-batches, and keep them no longer."""
+        """Return a context in which a backward keeps the items of its weight gradients."""
 
     @abstractmethod
     def _parameters(self, item: Item) -> Sequence[torch.Tensor]:
@@ -148,7 +142,8 @@ class SplitBackwards[Item](Feature, ABC):
         """Compute and accumulate the gradients of some items."""
 
     def _divide(self, stage: int) -> list[list[tuple[Item, bool]]]:
-        items = self._take_all(stage)
+        keys = [key for key in self._kept if key[0] == stage]  # in the order of backwards
+        items = [item for key in keys for item in self._kept.pop(key)]
         self._unfinished[stage] = {p for item in items for p in self._parameters(item)}
         return by_parameter(
             items,

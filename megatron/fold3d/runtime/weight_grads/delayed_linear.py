@@ -19,7 +19,6 @@ are those of Megatron's own backward, so that sums are equal bit for bit.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -95,16 +94,11 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
 
     Args:
         side: tells which of a pair's two backwards is running: `Baton.side`.
-
-    Attributes:
-        layers: the transformer layers that hold these weights, by stage.
     """
 
     def __init__(self, side: Callable[[], int] | None = None) -> None:
         super().__init__()
-        self.layers: dict[int, list[TransformerLayer]] = {}
         self._weights: frozenset[torch.Tensor] = frozenset()
-        self._kept: dict[tuple[int, int | None], list[_Kept]] = {}  # by stage and micro-batch
         self._side = side or (lambda: 0)
         self._now: list[list[_Kept]] = [[], []]  # of the running backwards, by side
 
@@ -117,15 +111,11 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
         Args:
             chunks: the model chunk of each stage whose weight gradients are delayed.
         """
-        if chunks.keys() == self.layers.keys():
-            return
-        self.layers = {
-            stage: [layer for layer in chunk.modules() if isinstance(layer, TransformerLayer)]
-            for stage, chunk in chunks.items()
-        }
         self._weights = frozenset(
             linear.weight
-            for layer in chain.from_iterable(self.layers.values())
+            for chunk in chunks.values()
+            for layer in chunk.modules()
+            if isinstance(layer, TransformerLayer)
             for linear in layer.modules()
             if isinstance(linear, ColumnParallelLinear | RowParallelLinear)
         )
@@ -158,23 +148,12 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
         output: torch.Tensor = _Linear.apply(x, (weight, bias), parallel, keep)  # type: ignore[no-untyped-call]
         return output
 
-    def begin_backward(self, action: Action) -> None:
-        """Keep operands from now on for an action's stage and micro-batch."""
-        self._now[self._side()] = self._kept[action.stage, action.microbatch] = []
-
     @contextmanager
     def keeping(self, backward: Action) -> Iterator[None]:
         """Keep the operands of a backward's weight gradients."""
-        self.begin_backward(backward)
+        self._now[self._side()] = self._kept[backward.stage, backward.microbatch] = []
         yield
         self._now[self._side()] = []  # or operands would outlive their `compute`
-
-    def _take(self, action: Action) -> list[_Kept]:
-        return self._kept.pop((action.stage, action.microbatch))
-
-    def _take_all(self, stage: int) -> list[_Kept]:
-        keys = [key for key in self._kept if key[0] == stage]
-        return [one for key in keys for one in self._kept.pop(key)]
 
     def _parameters(self, item: _Kept) -> Sequence[torch.Tensor]:
         return (item.weight,) if item.bias is None else (item.weight, item.bias)

@@ -13,10 +13,8 @@ Keeps one invariant: the operations on a parameter, and their order, are those o
 not split its backwards, so that sums are equal bit for bit.
 """
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -41,7 +39,6 @@ class EngineWeightGrads(SplitBackwards[Any]):
         super().__init__()
         self.modules: dict[int, list[Any]] = {}
         self._delayed: frozenset[torch.Tensor] = frozenset()
-        self._stored: dict[int, deque[list[Any]]] = defaultdict(deque)  # by stage, the oldest first
         self._in_backward = False
         self._put_off: dict[torch.Tensor, tuple[Hook, torch.Tensor | None]] = {}
 
@@ -63,8 +60,6 @@ class EngineWeightGrads(SplitBackwards[Any]):
         Args:
             chunks: the model chunk of each stage whose weight gradients are delayed.
         """
-        if chunks.keys() == self.modules.keys():
-            return
         for module in _all(self.modules):
             module.wgrad_store = type(module.wgrad_store)(delay_wgrad_compute=False)
         self.modules = {stage: list(_splittable(chunk)) for stage, chunk in chunks.items()}
@@ -87,7 +82,7 @@ class EngineWeightGrads(SplitBackwards[Any]):
         finally:
             self._in_backward = False
         grown = [m for m, n in zip(modules, before, strict=True) if _num_stored(m) > n]
-        self._stored[backward.stage].append(grown)
+        self._kept[backward.stage, backward.microbatch] = grown
 
     def puts_off(self, parameter: torch.Tensor, hook: Hook) -> bool:
         """Return True if DDP's hook of this parameter is to run with its weight gradient.
@@ -106,12 +101,6 @@ class EngineWeightGrads(SplitBackwards[Any]):
         self._put_off[parameter] = hook, parameter.grad if is_fused else None
         parameter.grad = None
         return True
-
-    def _take(self, action: Action) -> list[Any]:
-        return self._stored[action.stage].popleft()  # the oldest
-
-    def _take_all(self, stage: int) -> list[Any]:
-        return list(chain.from_iterable(self._stored.pop(stage)))
 
     def _parameters(self, item: Any) -> Sequence[torch.Tensor]:
         return tuple(item.parameters(recurse=False))
