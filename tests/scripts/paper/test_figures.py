@@ -1,8 +1,8 @@
-from pathlib import re
+import re
+from pathlib import Path
 from statistics import fmean
 from xml.etree import ElementTree
 
-import Path
 import pytest
 
 from scripts.paper import __main__ as command
