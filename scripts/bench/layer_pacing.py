@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from fold3d_patches.registry import Patch
 from megatron.fold3d.plan.ir import Action
@@ -63,7 +64,8 @@ def _sleep_until(moment_s: float) -> None:
 
 def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
     """Make every layer last; the times are those of one micro-batch."""
-    split: set[Any] = set()  # layers whose weight gradients are delayed
+    layers: dict[int, list[Any]] = {}  # by stage, those whose weight gradients are delayed
+    split: set[Any] = set()  # all of these
     waited_s = 0.0  # for parameters, so far
 
     def pace_layer(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,14 +97,17 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
     def note_layers(upstream: Callable[..., None]) -> Callable[..., None]:
         def choose(self: Any, chunks: Any) -> None:
             upstream(self, chunks)
+            layers.clear()
+            for stage, chunk in chunks.items():
+                layers[stage] = [m for m in chunk.modules() if isinstance(m, TransformerLayer)]
             split.clear()
-            split.update(chain.from_iterable(self.layers.values()))
+            split.update(chain.from_iterable(layers.values()))
 
         return choose
 
     def pace_weight_grads(upstream: Callable[..., None]) -> Callable[..., None]:
         def compute(self: Any, action: Action) -> None:
-            end_s = time.perf_counter() + forward_s * len(self.layers[action.stage])
+            end_s = time.perf_counter() + forward_s * len(layers[action.stage])
             upstream(self, action)
             _sleep_until(end_s)
 
