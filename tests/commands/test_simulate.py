@@ -490,6 +490,7 @@ def test_what_auto_would_try_is_told_with_what_is_expected(fold3d):
 
 
 @pytest.mark.search
+@pytest.mark.stress
 def test_auto_replicates_segments_of_a_distributed_optimizer(fold3d):
     line = REPLICATED.replace("--schedule aiao", "--schedule auto")
     _, out, _ = fold3d(f"{line} --json")

@@ -105,7 +105,7 @@ ROWS = (
     Row(ours=f"{AIAO}:share=1:slice-bytes=4096", flags=f"{UNTIED} --ddp-bucket-size 5000"),
     Row(ours=f"{AIAO}:share=0.5 {TO_HOST}", flags="--position-embedding-type rope"),
     Row(ours=f"{AIAO}:share=0.3", flags="--bf16 --no-align-grad-reduce", segments=4, repeats=True),
-    Row(ours=f"{AIAO}:share=0.5", flags="", pp=4, dp=1),
+    Row(ours=f"{AIAO}:share=0.5", flags="", pp=4, dp=1, repeats=True),
     Row(ours=f"{AIAO}:share=0.5", flags=f"{UNTIED} --optimizer sgd --no-align-grad-reduce"),
     Row(ours=f"{AIAO}:share=0.5", flags=f"{SP} --qk-layernorm", dp=1, repeats=True),
     Row(ours=f"{AIAO}:share=0.5:pairs=on:wgrad=last@1", flags=SP, dp=1),
@@ -130,12 +130,13 @@ ROWS = (
         whole=4,
         skipped=3,
         segments=4,
+        repeats=True,
     ),
     Row(ours=f"{AIAO}:share=0.5{EARLY_ALL}", flags=f"{SP} {PER_TOKEN}", dp=1, clip=2.2, whole=4),
     # Clipping: some steps are clipped, some could be, some cannot.
     Row(ours=f"{AIAO}:share=0.5", flags="", clip=2.2, whole=4),
     Row(ours=f"{AIAO}:share=0.5:slices=on", flags="", clip=2.2, whole=4),
-    Row(ours=f"{AIAO}:slices=on", flags="--bf16 --no-align-grad-reduce", segments=4),
+    Row(ours=f"{AIAO}:slices=on", flags="--bf16 --no-align-grad-reduce", segments=4, repeats=True),
     Row(ours=f"{AIAO}:share=0.5", flags=f"{UNTIED} --bf16", clip=2.5, whole=5, repeats=True),
     Row(
         ours="--schedule 1f1b:step=next:share=0.5",
@@ -154,21 +155,31 @@ ROWS = (
         repeats=True,
     ),
     # Loss scaling: the first two steps overflow and are skipped.
-    Row(ours=f"{AIAO}:share=0.5", flags=FP16, clip=2.8, whole=3, skipped=2),
+    Row(ours=f"{AIAO}:share=0.5", flags=FP16, clip=2.8, whole=3, skipped=2, repeats=True),
     # The distributed optimizer: no step is clipped, and none could be; some are; all are.
     Row(ours=f"{AIAO}:share=0.3", flags=f"{UNTIED} {SHARDED}", clip=100, whole=1, segments=4),
     Row(ours=f"{AIAO}:share=0.5", flags=f"{SHARDED} --bf16", clip=2.2, whole=4, repeats=True),
     Row(ours=f"{AIAO}:share=0.5:slices=on", flags=f"{SHARDED} --bf16", clip=2.2, whole=4),
     Row(ours=AIAO, flags=f"{SHARDED} {FULL}", clip=0.1, whole=6),
     Row(ours=f"{AIAO}:share=0.5", flags=f"{SHARDED} {FP16}", clip=2.8, whole=3, skipped=2),
-    Row(ours=f"{ONE}:share=0.5", flags=f"{ZERO} {PER_TOKEN}", pp=1, segments=1, clip=2.2, whole=5),
+    Row(
+        ours=f"{ONE}:share=0.5",
+        flags=f"{ZERO} {PER_TOKEN}",
+        pp=1,
+        segments=1,
+        clip=2.2,
+        whole=5,
+        repeats=True,
+    ),
     Row(ours=f"{ONE}:share=0.5", flags=f"{SP} {NOT_ALIGNED}", pp=1, segments=1, clip=2.2, whole=5),
     Row(ours=f"{ONE}:share=0.5", flags=f"{SHARDED} {RAMP_UP}", pp=1, segments=1),
     # Sums of 16 bits. Stock adds up in fp32 where no chunk has more than one bucket, as with
     # untied embeddings.
     Row(ours=f"{AIAO}:share=0.5", flags=LOCAL_FP32, clip=2.2, whole=4),
     Row(ours=f"{AIAO}:share=0.5:slices=on", flags=f"{SP} {LOCAL_FP32}", dp=1, repeats=True),
-    Row(ours=f"{AIAO}:share=0.3{EARLY}", flags=f"{LOCAL_FP32} {PER_TOKEN}", segments=4),
+    Row(
+        ours=f"{AIAO}:share=0.3{EARLY}", flags=f"{LOCAL_FP32} {PER_TOKEN}", segments=4, repeats=True
+    ),
     Row(
         ours=f"{AIAO}:share=0.5",
         flags=f"{UNTIED} {SHARDED} {LOCAL_FP32} {ALL_FP32}",

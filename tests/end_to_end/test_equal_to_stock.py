@@ -161,6 +161,7 @@ ROWS = (
     ),
     Row(
         name="fewer micro-batches than held, untied",
+        repeats=True,
         dp=2,
         m=2,
         flags=f"--overlap-grad-reduce {BUCKETS} {UNTIED}",
@@ -228,6 +229,7 @@ ROWS = (
     ),
     Row(
         name="of fold3d plan, recomputed, in buckets, untied",
+        repeats=True,
         dp=2,
         flags=f"--overlap-grad-reduce {BUCKETS} {UNTIED} {FULL} uniform",
         ours="--schedule plan=PLAN",
@@ -403,6 +405,7 @@ ROWS = (
     # Models: the presets' heads, few layers.
     Row(
         name="T-NLG",
+        repeats=True,
         segments=2,
         flags="--model-preset t-nlg --hidden-size 56 --num-attention-heads 28",
     ),
@@ -422,7 +425,7 @@ ROWS = (
     ),
     Row(name="no pipeline", pp=1, repeats=True),
     Row(name="no pipeline", pp=1, dp=2, m=3, flags=OVERLAP, ours="--schedule 1f1b"),
-    Row(name="three segments", segments=3, m=2, flags="--num-layers 6"),
+    Row(name="three segments", repeats=True, segments=3, m=2, flags="--num-layers 6"),
     Row(name="four segments, one group", segments=4, m=5, stock=ONE_GROUP),
     Row(name="one group", pp=4, segments=2, m=6, stock=ONE_GROUP, repeats=True),
     Row(
@@ -433,7 +436,7 @@ ROWS = (
         ours="--schedule interleaved",
         stock=ONE_GROUP,
     ),
-    Row(name="fewer micro-batches than ranks", pp=4, m=2),
+    Row(name="fewer micro-batches than ranks", repeats=True, pp=4, m=2),
     Row(
         name="fewer micro-batches than ranks",
         pp=4,
@@ -441,7 +444,12 @@ ROWS = (
         ours="--schedule shifted-critical-path",
         repeats=True,
     ),
-    Row(name="evaluation with one micro-batch", m=3, flags="--eval-global-batch-size 1"),
+    Row(
+        name="evaluation with one micro-batch",
+        repeats=True,
+        m=3,
+        flags="--eval-global-batch-size 1",
+    ),
     Row(name="batch-size ramp-up", flags=RAMP_UP),
     Row(
         name="batch-size ramp-up",
@@ -450,7 +458,13 @@ ROWS = (
         repeats=True,
     ),
     Row(name="batch-size ramp-up by groups", segments=2, flags=RAMP_UP_BY_TWO),
-    Row(name="two sequences per micro-batch", segments=2, flags="--micro-batch-size 2", dp=2),
+    Row(
+        name="two sequences per micro-batch",
+        repeats=True,
+        segments=2,
+        flags="--micro-batch-size 2",
+        dp=2,
+    ),
     Row(
         name="a batch made smaller, evaluation with other micro-batches",
         flags="--micro-batch-size 2 --global-batch-size 9 --decrease-batch-size-if-needed "
@@ -467,6 +481,7 @@ ROWS = (
     ),
     Row(
         name="gradients in buckets, not aligned",
+        repeats=True,
         segments=2,
         dp=2,
         flags=f"--overlap-grad-reduce --no-align-grad-reduce --clip-grad 0 {BUCKETS}",
@@ -490,6 +505,7 @@ ROWS = (
     ),
     Row(
         name="all overlapped, clipping off",
+        repeats=True,
         segments=2,
         dp=2,
         flags=f"{OVERLAP} --clip-grad 0 {BUCKETS}",
@@ -515,6 +531,7 @@ ROWS = (
     ),
     Row(
         name="slices between weight gradients and others, by a plan file",
+        repeats=True,
         dp=2,
         m=2,
         flags="--overlap-grad-reduce --bf16",
@@ -538,6 +555,7 @@ ROWS = (
     ),
     Row(
         name="all overlapped by hooks, bf16",
+        repeats=True,
         segments=4,
         dp=2,
         m=3,
@@ -550,7 +568,12 @@ ROWS = (
         dp=2,
         flags=f"{OVERLAP} --overlap-param-gather-with-optimizer-step --ckpt-format torch",
     ),
-    Row(name="distributed optimizer, clipping off", dp=2, flags=f"{ZERO} --clip-grad 0"),
+    Row(
+        name="distributed optimizer, clipping off",
+        repeats=True,
+        dp=2,
+        flags=f"{ZERO} --clip-grad 0",
+    ),
     # Reductions that DDP starts, ends or copies in ways of their own.
     Row(
         # Aligned, stock reduces its first batch twice.
@@ -571,6 +594,7 @@ ROWS = (
     ),
     Row(
         name="gradients of their own in fp32",
+        repeats=True,
         pp=1,
         m=2,
         dp=2,
@@ -586,6 +610,7 @@ ROWS = (
     ),
     Row(
         name="loss per token",
+        repeats=True,
         segments=2,
         dp=2,
         flags=f"--calculate-per-token-loss {ZERO}",
@@ -610,6 +635,7 @@ ROWS = (
     ),
     Row(
         name="full recompute of shared activations",
+        repeats=True,
         segments=2,
         tp=2,
         flags=f"{FULL} uniform --distribute-saved-activations",
@@ -617,6 +643,7 @@ ROWS = (
     # Context parallelism; its ranks share the reductions of gradients.
     Row(
         name="grouped queries, gradients in buckets",
+        repeats=True,
         segments=2,
         cp=2,
         flags="--group-query-attention --num-query-groups 2 --position-embedding-type rope "
@@ -659,9 +686,12 @@ ROWS = (
     # Models.
     Row(name="untied embeddings", segments=2, m=3, flags=UNTIED, stock=ONE_GROUP, repeats=True),
     Row(name="an output layer that multi-token prediction leaves unused", m=2, flags=MTP),
-    Row(name="multi-token prediction", segments=2, m=2, dp=2, flags=f"{MTP} {BUCKETS}"),
+    Row(
+        name="multi-token prediction", repeats=True, segments=2, m=2, dp=2, flags=f"{MTP} {BUCKETS}"
+    ),
     Row(
         name="uneven layers",
+        repeats=True,
         segments=2,
         flags="--decoder-first-pipeline-num-layers 2",
     ),
@@ -678,6 +708,7 @@ ROWS = (
     ),
     Row(
         name="embedding and loss count as layers",
+        repeats=True,
         segments=2,
         flags="--num-layers 6 --account-for-embedding-in-pipeline-split "
         "--account-for-loss-in-pipeline-split",

@@ -89,14 +89,14 @@ ROWS = (
     Row(AUX, ours=ONE, repeats=True),
     Row(BIAS, ours=INTERLEAVED),
     Row(AUX.replace("aux_loss", "global_aux_loss", 1), ours=ONE),
-    Row(AUX.replace("aux_loss", "seq_aux_loss", 1) + " --moe-z-loss-coeff 0.001"),
+    Row(AUX.replace("aux_loss", "seq_aux_loss", 1) + " --moe-z-loss-coeff 0.001", repeats=True),
     Row(f"{AUX} {FULL}", repeats=True),
     Row(f"{AUX} {SHARED}", ours=INTERLEAVED, repeats=True),
-    Row(f"{AUX} {SHARED} --moe-shared-expert-overlap"),
-    Row(f"{AUX} {OVERLAP}"),
+    Row(f"{AUX} {SHARED} --moe-shared-expert-overlap", repeats=True),
+    Row(f"{AUX} {OVERLAP}", repeats=True),
     Row(f"{AUX} --bf16 --overlap-grad-reduce", m=5, repeats=True),
     Row(f"{AUX} --moe-expert-capacity-factor 1.0", ours=ONE, repeats=True),
-    Row(f"{AUX} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"),
+    Row(f"{AUX} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", repeats=True),
     Row(f"{AUX} --expert-tensor-parallel-size 1", tp=2),
     # Carried steps, copies to the host and split backwards beside pairs.
     Row(
