@@ -145,7 +145,7 @@ class DeviceRun:
             pause_share=link.pause_share,
             rings_are_buffered=costs.rings_are_buffered,
         )
-        self.exchanges = Exchanges(self.clock, self.network, self.nics)
+        self.exchanges = Exchanges(self.clock, self.network, self.nics, steps.exchanges)
         # Stock Megatron waits for its sends, and has one communicator for each direction.
         self.alternates = device.connections == 1 and not link.sends_waited_for
         items = Items(steps, device, alternates=self.alternates)
@@ -280,8 +280,8 @@ class DeviceRun:
             self.network.start_collective(
                 self.network.collective(nic, seconds, self._end, work, uses)
             )
-        elif kind is Kind.COMPUTE and (exchange := self.steps.exchanges.get(action)):
-            self.exchanges.run(rank.number, seconds, exchange, self._end, work)
+        elif kind is Kind.COMPUTE:
+            self.exchanges.run(rank.number, action, seconds, self._end, work)
         else:
             self.clock.at(now_s + seconds, self._end, work)
 

@@ -5,9 +5,10 @@ for each of its own. Those of a pair of micro-batches run beside it, and it ends
 With a NIC of their own they take the seconds of the costs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.network import Network
 
@@ -24,21 +25,33 @@ class Exchange(NamedTuple):
 
 
 class Exchanges:
-    """Runs computations and their all-to-alls.
+    """Runs computations, and the all-to-alls of those that have any.
 
     Args:
         clock: the run's.
         network: the NICs.
         nics: of each rank.
+        of_actions: what computations send to experts of other nodes.
     """
 
-    def __init__(self, clock: SimulatedClock, network: Network, nics: Sequence[int]) -> None:
+    def __init__(
+        self,
+        clock: SimulatedClock,
+        network: Network,
+        nics: Sequence[int],
+        of_actions: Mapping[Action, Exchange],
+    ) -> None:
         self._clock, self._network, self._nics = clock, network, nics
+        self._of_actions = of_actions
 
     def run(
-        self, rank: int, seconds: float, exchange: Exchange, done: Callable[[Any], None], tag: Any
+        self, rank: int, action: Action, seconds: float, done: Callable[[Any], None], tag: Any
     ) -> None:
-        """Begin a computation of so many ``seconds``; call ``done`` with ``tag`` at its end."""
+        """Begin an action that takes so many ``seconds``; call ``done`` with ``tag`` at its end."""
+        exchange = self._of_actions.get(action)
+        if exchange is None:
+            self._clock.at(self._clock.now_s + seconds, done, tag)
+            return
         share, number, beside = exchange
         sent_s, computed_s = share * seconds / number, (1 - share) * seconds / number
         running = 1 + beside

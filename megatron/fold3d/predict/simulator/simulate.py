@@ -146,7 +146,7 @@ class _Run:
             pause_share=link.pause_share,
             rings_are_buffered=costs.rings_are_buffered,
         )
-        self.exchanges = Exchanges(self.clock, self.network, self.nics)
+        self.exchanges = Exchanges(self.clock, self.network, self.nics, steps.exchanges)
         self.flushes = steps.plan.flushes
         self.times_true = [0] * len(steps.named)
         self.at_flush: list[_Rank] = []
@@ -201,11 +201,7 @@ class _Run:
                     return
             if op in COMPUTE_OPS or (seconds and op in UPDATE_OPS):
                 rank.since_s = self.clock.now_s
-                exchange = self.steps.exchanges.get(step.action)
-                if exchange is None:
-                    self.clock.at(rank.since_s + seconds, self._finish, rank)
-                else:
-                    self.exchanges.run(rank.number, seconds, exchange, self._finish, rank)
+                self.exchanges.run(rank.number, step.action, seconds, self._finish, rank)
                 return
             if op in SYNC_OPS:
                 rank.queues[TABLE[op].place].enqueue_sync(step, iteration)
