@@ -23,9 +23,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from operator import indexOf, itemgetter
 from reprlib import repr as shortened
-from typing import NamedTuple, Self
+from typing import Concatenate, NamedTuple, Self
 
 from megatron.fold3d.plan.ops import (
     COMPUTE_OPS,
@@ -179,7 +180,7 @@ class Plan:
         )
 
     def lowered(self, lower: Callable[[Program], Iterable[Action]]) -> "Plan":
-        """Return the plan with what ``lower`` makes of each program: most passes are one call."""
+        """Return the plan with what ``lower`` makes of each program."""
         return Plan(tuple(tuple(lower(program)) for program in self.programs))
 
     def select(self, ops: Iterable[Op]) -> "Plan":
@@ -233,6 +234,18 @@ class Plan:
             except PlanError as error:
                 raise PlanError(f"rank {rank}: {error}") from None
         return cls(tuple(programs))
+
+
+def per_rank[**P](
+    lower: Callable[Concatenate[Program, P], Iterable[Action]],
+) -> Callable[Concatenate[Plan, P], Plan]:
+    """Make a pass of what rewrites the program of one rank, as most passes do."""
+
+    @wraps(lower)
+    def lowered(plan: Plan, /, *args: P.args, **kwargs: P.kwargs) -> Plan:
+        return plan.lowered(lambda program: lower(program, *args, **kwargs))
+
+    return lowered
 
 
 def _last_microbatch(program: Program) -> int:

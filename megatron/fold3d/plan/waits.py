@@ -5,7 +5,7 @@ up to the transfers of a plan.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import Action, Op, Program
@@ -45,13 +45,9 @@ class Waits:
                 self._places[action] = index
                 self._of_stage[action.stage, action.op].append(action)
 
-    def at(self, index: int, action: Action) -> Iterable[Awaited]:
-        """Return what the action at an index of the program waits for."""
-        rules = self.rules.get(action.op)
-        return self._by(rules, index, action) if rules else ()
-
-    def _by(self, rules: Iterable[Need], index: int, action: Action) -> Iterator[Awaited]:
-        for need in rules:
+    def at(self, index: int, action: Action) -> Iterator[Awaited]:
+        """Yield what the action at an index of the program waits for."""
+        for need in self.rules.get(action.op, ()):
             found = self._of_stage.get((action.stage, need.op), ())
             if need.which is Which.SAME and need.op not in STAGE_OPS:
                 same = Action(action.stage, need.op, action.microbatch)

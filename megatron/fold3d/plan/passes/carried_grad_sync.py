@@ -22,35 +22,19 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from itertools import pairwise
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Program, carried, per_rank
 from megatron.fold3d.plan.ops import SUM_OPS
 
 _NEED_STEP = frozenset({Op.FORWARD, Op.ALL_GATHER})
 
 
-def carry_grad_sync(plan: Plan, stages: Container[int]) -> Plan:
+@per_rank
+def carry_grad_sync(program: Program, stages: Container[int]) -> Iterator[Action]:
     """Let DP.sync of ``stages`` reach into the next iteration: paper Algorithm 2, the free split.
 
     STEP is moved to right before the stage's ALL_GATHER or, without one, its first forward, behind
     the forward's receive. What Megatron reads at the end of the iteration is summed by then.
     """
-    return plan.lowered(lambda program: _with_carried_step(program, stages))
-
-
-def share_grad_sync(plan: Plan, shares: Sequence[float]) -> Plan:
-    """Start a part of each carried sum in its iteration, and the rest in the next one.
-
-    Parts between weight gradients may find less complete than lies before their end. So the share
-    ends with the stage's last sum, where all is complete, and parts before it end before the share.
-
-    Args:
-        plan: with carried stages, and sums that start all in their iteration.
-        shares: by stage, the part that starts there, to a thousandth.
-    """
-    return plan.lowered(lambda program: _shared(program, shares))
-
-
-def _with_carried_step(program: Program, stages: Container[int]) -> Iterator[Action]:
     already = carried(program)
     moved = {
         stage for stage, op, _ in program if op is Op.STEP and stage in stages
@@ -75,13 +59,17 @@ def _with_carried_step(program: Program, stages: Container[int]) -> Iterator[Act
     yield from (action for action in program[end:] if action.stage not in moved)
 
 
-def backwards_end(program: Program) -> int:
-    """Return the index behind all backwards and their sums, where FINALIZE stands, if any does."""
-    ends = (i for i, action in enumerate(program) if action.op is Op.FINALIZE)
-    return next(ends, len(program))
+@per_rank
+def share_grad_sync(program: Program, shares: Sequence[float]) -> Iterator[Action]:
+    """Start a part of each carried sum in its iteration, and the rest in the next one.
 
+    Parts between weight gradients may find less complete than lies before their end. So the share
+    ends with the stage's last sum, where all is complete, and parts before it end before the share.
 
-def _shared(program: Program, shares: Sequence[float]) -> Iterator[Action]:
+    Args:
+        program: with carried stages, and sums that start all in their iteration.
+        shares: by stage, the part that starts there, to a thousandth.
+    """
     late = carried(program)
     stages = sorted({a.stage for a in program if a.op is Op.STEP})
     last = {action.stage: action for action in program if action.op in SUM_OPS}
@@ -107,3 +95,9 @@ def _shared(program: Program, shares: Sequence[float]) -> Iterator[Action]:
         yield action
         if action in behind:
             yield behind[action]
+
+
+def backwards_end(program: Program) -> int:
+    """Return the index behind all backwards and their sums, where FINALIZE stands, if any does."""
+    ends = (i for i, action in enumerate(program) if action.op is Op.FINALIZE)
+    return next(ends, len(program))

@@ -14,26 +14,18 @@ first half of the gradients, in the order in which they become complete.
 from collections import Counter
 from collections.abc import Container, Iterator
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Program, per_rank
 from megatron.fold3d.plan.ops import SUM_OPS
 
 
-def reduce_early(plan: Plan, stages: Container[int]) -> Plan:
+@per_rank
+def reduce_early(program: Program, stages: Container[int]) -> Iterator[Action]:
     """Compute weight gradients in parts, where they follow all backwards, and reduce each part.
 
     Args:
-        plan: a plan with DP.sync.
+        program: with DP.sync.
         stages: those that may be changed.
     """
-    return plan.lowered(lambda program: _with_slices(program, stages))
-
-
-def stages_in_parts(program: Program) -> frozenset[int]:
-    """Return the stages whose weight gradients are computed parameter by parameter."""
-    return frozenset(stage for stage, op, _ in program if op is Op.WEIGHT_PART)
-
-
-def _with_slices(program: Program, stages: Container[int]) -> Iterator[Action]:
     weights = Counter(stage for stage, op, _ in program if op is Op.WEIGHT and stage in stages)
     left = Counter(stage for stage, op, _ in program if op is Op.BACKWARD)
     apart = set()  # stages whose micro-batches stay apart: some backwards come behind a WEIGHT
@@ -57,3 +49,8 @@ def _with_slices(program: Program, stages: Container[int]) -> Iterator[Action]:
         yield Action(stage, Op.WEIGHT_PART, end)
         if end < WHOLE:
             yield Action(stage, sums[stage], end)
+
+
+def stages_in_parts(program: Program) -> frozenset[int]:
+    """Return the stages whose weight gradients are computed parameter by parameter."""
+    return frozenset(stage for stage, op, _ in program if op is Op.WEIGHT_PART)

@@ -11,23 +11,20 @@ moves STEP and the all-gather some forwards later:
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, Program, carried
+from megatron.fold3d.plan.ir import Action, Op, Program, carried, per_rank
 
 _MOVED = (Op.STEP, Op.FREE_GRAD, Op.ALL_GATHER)  # in this order
 
 
-def gather_later(plan: Plan, forwards: Mapping[int, int]) -> Plan:
+@per_rank
+def gather_later(program: Program, forwards: Mapping[int, int]) -> Iterator[Action]:
     """Move the all-gathers of carried stages, with their STEP, behind some forwards.
 
     Args:
-        plan: a plan with all-gathers, and with DP.sync that reaches into the next iteration.
+        program: with all-gathers, and with DP.sync that reaches into the next iteration.
         forwards: by stage, how many forwards of the rank's stage before come first. All-gathers of
             stages that are not named, and of the rank's first stage, keep their place.
     """
-    return plan.lowered(lambda program: _gathering_later(program, forwards))
-
-
-def _gathering_later(program: Program, forwards: Mapping[int, int]) -> Iterator[Action]:
     stages = list(dict.fromkeys(stage for stage, op, _ in program if op is Op.FORWARD))
     before = {stage: earlier for earlier, stage in pairwise(stages)}
     gathered = {stage for stage, op, _ in program if op is Op.ALL_GATHER}

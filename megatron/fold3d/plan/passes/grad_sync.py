@@ -8,26 +8,23 @@ A stage's sum starts at its last backward; its step is at the end of the iterati
 
 from collections.abc import Container
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.ir import Action, Op, Program, per_rank
 from megatron.fold3d.plan.ops import WEIGHT_OPS
 
 _BACKWARD_ENDS = WEIGHT_OPS | {Op.BACKWARD, Op.SEND_B}
 
 
-def add_grad_sync(plan: Plan, in_shards: Container[int] = ()) -> Plan:
+@per_rank
+def add_grad_sync(program: Program, in_shards: Container[int] = ()) -> Program:
     """Add DP.sync: start a stage's sum with its last backward, step after the last action.
 
     The sum follows the stage's last backward and its send: PP.sync goes first. Gradients that
     become ready inside that backward may start to travel inside it (paper Algorithm 2, lines 4-10).
 
     Args:
-        plan: without DP.sync of gradients.
+        program: without DP.sync of gradients.
         in_shards: stages of which each replica steps a shard; of the others, each steps all.
     """
-    return plan.lowered(lambda program: _with_grad_sync(program, in_shards))
-
-
-def _with_grad_sync(program: Program, in_shards: Container[int]) -> Program:
     lowered = list(program)
     last = {stage: i for i, (stage, op, _) in enumerate(program) if op in _BACKWARD_ENDS}
     in_order = sorted(last, key=last.__getitem__)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.ir import Action, Op, Program, per_rank
 from megatron.fold3d.plan.ops import COMPUTE_OPS
 
 _Key = tuple[int, int | None]  # stage, micro-batch
@@ -30,7 +30,10 @@ class OffloadChoice:
     depth: int = 1
 
 
-def add_offload(plan: Plan, *, depth: int = 1, at_most: int | None = None) -> Plan:
+@per_rank
+def add_offload(
+    program: Program, *, depth: int = 1, at_most: int | None = None
+) -> Iterator[Action]:
     """Add OFFLOAD and RELOAD of saved activations (paper Sec. IV, offloader).
 
     An offload runs during the rank's next ``depth`` computations, a reload during the ``depth``
@@ -38,14 +41,10 @@ def add_offload(plan: Plan, *, depth: int = 1, at_most: int | None = None) -> Pl
     backward stay on the device. Ranks need not offload alike: other ranks are not affected.
 
     Args:
-        plan: with or without transfers; an output is sent before its activations are offloaded.
+        program: with or without transfers; an output is sent before its activations are offloaded.
         depth: more than 1 if a copy takes longer than one computation.
         at_most: the most activations of a rank to offload; those with the longest wait come first.
     """
-    return plan.lowered(lambda program: _with_offload(program, depth, at_most))
-
-
-def _with_offload(program: Program, depth: int, at_most: int | None) -> Iterator[Action]:
     compute = [action for action in program if action.op in COMPUTE_OPS]
     used: dict[_Key, int] = {}  # first, by its backward or recomputation
     for index, (stage, op, microbatch) in enumerate(compute):

@@ -19,7 +19,7 @@ it is through, and by then the other side has begun the next:
 
 from collections.abc import Iterator
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program, per_rank
 from megatron.fold3d.plan.ops import COPY_OPS, P2P_OPS, RECV_OPS, TO_DEVICE_OPS
 
 PAIRED_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD})
@@ -32,30 +32,43 @@ def num_pairs(num_microbatches: int) -> int:
     return (num_microbatches + 1) // 2
 
 
-def in_pairs(order: Plan, num_microbatches: int) -> Plan:
-    """Return an order in which each computation of ``order`` becomes those of two micro-batches.
+@per_rank
+def in_pairs(program: Program, num_microbatches: int) -> Iterator[Action]:
+    """Return an order in which each computation becomes those of two micro-batches.
 
     Args:
-        order: an order of computation for ``num_pairs(num_microbatches)`` micro-batches.
+        program: of an order of computation for ``num_pairs(num_microbatches)`` micro-batches.
         num_microbatches: micro-batches of the order that is returned.
     """
-
-    def expanded(program: Program) -> Iterator[Action]:
-        for stage, op, pair in program:
-            first = 2 * (pair or 0)
-            for microbatch in range(first, min(first + 2, num_microbatches)):
-                yield Action(stage, op, microbatch)
-
-    return order.lowered(expanded)
+    for stage, op, pair in program:
+        first = 2 * (pair or 0)
+        for microbatch in range(first, min(first + 2, num_microbatches)):
+            yield Action(stage, op, microbatch)
 
 
-def pair_microbatches(plan: Plan) -> Plan:
+@per_rank
+def pair_microbatches(program: Program) -> Iterator[Action]:
     """Send a result, and start to offload, when the next micro-batch of a chain has begun.
 
     If there are other actions between two micro-batches, a chain ends there. The returned plan must
     be verified: it deadlocks if two chains wait for each other.
     """
-    return plan.lowered(_with_chains)
+    begin = 0
+    for chain in chains(program):
+        start = program.index(chain[0], begin)
+        yield from program[begin:start]
+        begin = start + len(chain)
+        leaving: list[Action] = []  # of the micro-batch before
+        for action in chain:
+            if action.op in PAIRED_OPS:
+                yield action
+                yield from leaving
+                leaving.clear()
+            elif action.op in _BEFORE:
+                yield action
+            else:
+                leaving.append(action)
+    yield from program[begin:]
 
 
 def chains(program: Program) -> Iterator[Program]:
@@ -97,22 +110,3 @@ def _next_of_chain(program: Program, begin: int, end: int) -> int | None:
         end += 1
     follows = end < len(program) and program[end] == Action(stage, op, last + 1)
     return end if follows else None
-
-
-def _with_chains(program: Program) -> Iterator[Action]:
-    begin = 0
-    for chain in chains(program):
-        start = program.index(chain[0], begin)
-        yield from program[begin:start]
-        begin = start + len(chain)
-        leaving: list[Action] = []  # of the micro-batch before
-        for action in chain:
-            if action.op in PAIRED_OPS:
-                yield action
-                yield from leaving
-                leaving.clear()
-            elif action.op in _BEFORE:
-                yield action
-            else:
-                leaving.append(action)
-    yield from program[begin:]

@@ -11,30 +11,24 @@ A rank then recomputes while it still waits for the gradient (Merak Sec. 5.1). W
 from collections.abc import Container, Iterator
 from itertools import zip_longest
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.ir import Action, Op, Program, per_rank
 
 
-def recompute_early(plan: Plan, stages: Container[int], *, in_pairs: bool = False) -> Plan:
+@per_rank
+def recompute_early(
+    program: Program, stages: Container[int], *, in_pairs: bool = False
+) -> Iterator[Action]:
     """Recompute each micro-batch of ``stages`` right before its backward, as a separate action.
 
     The recomputed activations are held until the backward has used them. At most one micro-batch
     has some at a time, or the two of a pair, since nothing else is computed in between.
 
     Args:
-        plan: with or without transfers; a receive between the two computations stays there.
+        program: with or without transfers; a receive between the two computations stays there.
         stages: the stages with full recomputation, whose forwards keep only the layers' inputs.
         in_pairs: whether both micro-batches of a pair are recomputed before both backwards:
             ``0R0 0R1 0B0 0B1``.
     """
-    return plan.lowered(lambda program: _with_recompute(program, stages, in_pairs))
-
-
-def recomputed(program: Program) -> frozenset[tuple[int, int | None]]:
-    """Return the (stage, micro-batch) pairs that have a RECOMPUTE action."""
-    return frozenset((stage, m) for stage, op, m in program if op is Op.RECOMPUTE)
-
-
-def _with_recompute(program: Program, stages: Container[int], in_pairs: bool) -> Iterator[Action]:
     there = set(recomputed(program))
 
     for action, behind in zip_longest(program, program[1:]):
@@ -46,6 +40,11 @@ def _with_recompute(program: Program, stages: Container[int], in_pairs: bool) ->
                 there.add((stage, microbatch))
                 yield Action(stage, Op.RECOMPUTE, microbatch)
         yield action
+
+
+def recomputed(program: Program) -> frozenset[tuple[int, int | None]]:
+    """Return the (stage, micro-batch) pairs that have a RECOMPUTE action."""
+    return frozenset((stage, m) for stage, op, m in program if op is Op.RECOMPUTE)
 
 
 def _are_pair(first: Action, second: Action) -> bool:

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Program, carried, per_rank
 from megatron.fold3d.plan.ops import COMPUTE_OPS, SUM_OPS
 from megatron.fold3d.plan.passes.carried_grad_sync import backwards_end
 from megatron.fold3d.plan.passes.weight_grads import split_stages
@@ -30,26 +30,17 @@ MOST_SLICES = 100
 """The most slices of a stage, in each iteration; a slice should take longer than its launch."""
 
 
-def slice_grad_sync(plan: Plan, shares: Sequence[float]) -> Plan:
+@per_rank
+def slice_grad_sync(program: Program, shares: Sequence[float]) -> Iterator[Action]:
     """Cut DP.sync into slices, one before each computation that may hide it.
 
     The size of a slice is proportional to the time of the computation that follows it.
 
     Args:
-        plan: a plan with DP.sync.
+        program: with DP.sync.
         shares: for each stage, the part of its DP.sync that is launched before the next stage's
             begins; used only if the stage's DP.sync reaches into the next iteration.
     """
-    return plan.lowered(lambda program: _sliced(program, shares))
-
-
-def has_slices(program: Program) -> bool:
-    """Tell whether a rank's DP.sync is cut where weight gradients or the next iteration do not."""
-    apart = {*carried(program), *(stage for stage, op, _ in program if op is Op.WEIGHT_PART)}
-    return any(op in SUM_OPS and end is not None and s not in apart for s, op, end in program)
-
-
-def _sliced(program: Program, shares: Sequence[float]) -> Iterator[Action]:
     reduces = [i for i, action in enumerate(program) if action.op in SUM_OPS]
     late = carried(program)
     weights = _weights(program)
@@ -73,6 +64,12 @@ def _sliced(program: Program, shares: Sequence[float]) -> Iterator[Action]:
         if action.op not in SUM_OPS:
             yield action
     yield from before[len(program)]
+
+
+def has_slices(program: Program) -> bool:
+    """Tell whether a rank's DP.sync is cut where weight gradients or the next iteration do not."""
+    apart = {*carried(program), *(stage for stage, op, _ in program if op is Op.WEIGHT_PART)}
+    return any(op in SUM_OPS and end is not None and s not in apart for s, op, end in program)
 
 
 def _window_of_rest(program: Program, stage: int) -> range:

@@ -27,10 +27,11 @@ by then:
 from collections import deque
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
-from megatron.fold3d.plan.ops import COMPUTE_OPS, P2P_OPS
+from megatron.fold3d.plan.ops import COMPUTE_OPS, P2P_OPS, WAYS
 
 RECEIVES_AHEAD = 3
 """What runs use whose receives occupy no GPU; five were measured to gain no more."""
+_WAY_OF = {way.compute: way for way in WAYS}
 
 
 @gc_paused()
@@ -105,22 +106,20 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
                     del reader[way]
         sends: list[tuple[int, Action]] = []
         for rank, (stage, op, microbatch) in ready:
-            if op is Op.FORWARD and stage + 1 < num_stages:
-                peer, send, receive = stage + 1, Op.SEND_F, Op.RECV_F
-            elif op is Op.BACKWARD and stage > 0:
-                peer, send, receive = stage - 1, Op.SEND_B, Op.RECV_B
-            else:
+            if (its := _WAY_OF.get(op)) is None:
                 continue
+            peer = stage + its.step
             to = peer % num_ranks
-            if to != rank:  # one rank alone hands its tensors to itself
-                sends.append((rank, Action(stage, send, microbatch)))
+            if 0 <= peer < num_stages and to != rank:  # one rank alone hands tensors to itself
+                sends.append((rank, Action(stage, its.send, microbatch)))
                 is_unread = (to, op) in reader
                 if receives_late:
                     reader[to, op] = Action(peer, op, microbatch)
+                receive = Action(peer, its.receive, microbatch)
                 if is_unread:
-                    lowered[to].append(Action(peer, receive, microbatch))
+                    lowered[to].append(receive)
                     continue
-                lowered[to].insert(last[to][0], Action(peer, receive, microbatch))
+                lowered[to].insert(last[to][0], receive)
                 last[to] = deque((at + 1 for at in last[to]), kept)
         for rank, action in sends:
             lowered[rank].append(action)

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program, stages_of
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program, per_rank, stages_of
 from megatron.fold3d.plan.ops import WEIGHT_OPS
 
 
@@ -62,14 +62,13 @@ def split_stages(program: Program) -> frozenset[int]:
     return frozenset(stage for stage, op, _ in program if op in WEIGHT_OPS)
 
 
-def split_in_place(plan: Plan) -> Plan:
+@per_rank
+def split_in_place(program: Program) -> Iterator[Action]:
     """Return the plan with each backward's weight gradients right behind it.
 
     It takes as long as the plan with whole backwards, and allows each half to be timed.
     """
-
-    def halves(action: Action) -> Program:
-        is_whole = action.op is Op.BACKWARD
-        return (action, action._replace(op=Op.WEIGHT)) if is_whole else (action,)
-
-    return plan.lowered(lambda program: chain.from_iterable(map(halves, program)))
+    for action in program:
+        yield action
+        if action.op is Op.BACKWARD:
+            yield action._replace(op=Op.WEIGHT)
