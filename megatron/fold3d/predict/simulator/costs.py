@@ -162,10 +162,6 @@ class Costs:
             ),
         )
 
-    def hidden_in_pairs_s(self, stage: int) -> float:
-        """Return the seconds of a forward's collectives, which the other of a pair hides."""
-        return sum(sync_s[stage] for sync_s in (self.tp_sync_s, self.ep_sync_s) if sync_s)
-
     def to_json(self) -> str:
         """One key per field; the inverse is `from_json`."""
         return json.dumps(asdict(self), indent=1)

@@ -4,10 +4,10 @@ As in the runtime, DP.sync is a number of collectives. If DDP's hooks launch the
 the backward is cut into parts there.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.fold3d.observe.messages import message_from, reader_of, source_of
 from megatron.fold3d.plan.device_queues import (
@@ -28,9 +28,10 @@ from megatron.fold3d.plan.ops import (
     WAYS,
 )
 from megatron.fold3d.predict.simulator.link import Device
-from megatron.fold3d.predict.simulator.steps import NO_FACT, Name, Step, Steps
+from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
 
 _READ_MESSAGES = {way.compute for way in WAYS}
+_Needs = tuple[tuple[int, int], ...]
 
 
 class Kind(IntEnum):
@@ -54,7 +55,7 @@ class Item(NamedTuple):
     seconds: float
     after: int
     """How many earlier items of the compute stream must have ended before it begins."""
-    needs: tuple[tuple[int, int], ...] = ()
+    needs: _Needs = ()
     """As in `Step`."""
     fact: int = NO_FACT
     """The fact that comes true when it ends."""
@@ -79,56 +80,85 @@ class Items:
         self._steps, self._device, self._alternates = steps, device, alternates
         self.num_facts = len(steps.named)
 
-    def of(self, program: Sequence[Step]) -> list[Item]:
-        """Return the items of one iteration of a rank, in the order of issue."""
+    def of(self, program: Sequence[Step]) -> Iterator[Item]:
+        """Yield the items of one iteration of a rank, in the order of issue."""
+        steps, device, alternates = self._steps, self._device, self._alternates
         actions = tuple(step.action for step in program)
-        apart = reduced_apart(actions, self._steps.plan.num_ranks) if self._alternates else ()
-        issued = _Issued(self._steps.named, apart)
+        apart = reduced_apart(actions, steps.plan.num_ranks) if alternates else ()
         inside = self._launched_inside(program)
         launched = {step.action for step in inside.values()}
-        of_stock = self._steps.sends_waited_for
-        waited_for = {} if of_stock else send_waits(actions)
+        of_stock = steps.sends_waited_for
+        sends_waited_for = {} if of_stock else send_waits(actions)
+        awaited: set[tuple[int, int]] = set()  # DP.sync for which the compute stream has waited
+        computed = 0  # items of the compute stream so far
+
+        def item(
+            kind: Kind, stream: Stream, action: Action, seconds: float = 0.0, *rest: Any
+        ) -> Item:
+            nonlocal computed
+            after = computed
+            computed += stream is Stream.COMPUTE
+            return Item(kind, stream, action, seconds, after, *rest)
+
+        def part_of(
+            kind: Kind, step: Step, needs: _Needs = (), *, part: int = 0, count: int = 1
+        ) -> Item:
+            """One of ``count`` equal parts of a step, which is over with the last one."""
+            stream = stream_of(step.action, alternates=False, apart=apart)
+            fact = step.fact if part + 1 == count else NO_FACT
+            return item(kind, stream, step.action, step.seconds / count, needs, fact, step.first)
+
+        def wait_for(action: Action, fact: int, ago: int = 0) -> Item:
+            return item(Kind.WAIT, Stream.COMPUTE, action, 0.0, ((fact, ago),))
+
         for index, step in enumerate(program):
-            action = step.action
-            op = action.op
-            if op in COMPUTE_OPS:
-                self._issue_computation(issued, step, inside.get(action))
-            elif op in P2P_OPS:
-                fact = self._arrival(action)
-                issued.transfer(action, stream_of(action, alternates=self._alternates), fact)
+            action, op = step.action, step.action.op
+            if op in P2P_OPS:
+                arrival = self._arrival(action)
+                stream = stream_of(action, alternates=alternates)
+                yield item(Kind.TRANSFER, stream, action, 0.0, (), arrival)
                 if op in SEND_OPS and source_of(message_from(action)).op in of_stock:
-                    issued.wait_for(action, fact)
+                    yield wait_for(action, arrival)
             elif op in SYNC_OPS:
-                if action not in launched:
-                    count = self._launches(step)
-                    for part in range(count):
-                        issued.launch(step, part, count)
+                count = 0 if action in launched else self._launches(step)
+                for part in range(count):
+                    yield part_of(Kind.COLLECTIVE, step, part=part, count=count)
             elif op in COPY_OPS:
-                issued.copy(step)
+                yield part_of(Kind.COPY, step, step.needs)
             else:
-                issued.update(step)
-            for send in waited_for.get(index, ()):
-                issued.wait_for(send, self._arrival(send))
-        return issued.items
+                others = []
+                for need in step.needs:
+                    if (name := steps.named[need[0]])[1] not in SYNC_OPS:
+                        others.append(need)
+                    elif need not in awaited:
+                        awaited.add(need)
+                        yield wait_for(Action(*name), *need)
+                needs, reduction = tuple(others), inside.get(action)
+                if op not in COMPUTE_OPS:  # between two iterations
+                    if step.seconds:
+                        yield part_of(Kind.UPDATE, step)
+                elif device.tensor_parallel and op in _READ_MESSAGES:
+                    cut = self.num_facts  # by a collective of its node
+                    self.num_facts += 1
+                    yield part_of(Kind.COMPUTE, step, needs, part=0, count=2)
+                    yield item(Kind.COPY, Stream.TP_SYNC, action, 0.0, (), cut)
+                    yield wait_for(action, cut)
+                    yield part_of(Kind.COMPUTE, step, needs, part=1, count=2)
+                    if reduction is not None:
+                        yield part_of(Kind.COLLECTIVE, reduction)
+                else:  # hooks cut it into parts, and launch the reduction behind these
+                    count = 1 if reduction is None else self._launches(reduction)
+                    for part in range(count):
+                        yield part_of(Kind.COMPUTE, step, needs, part=part, count=count)
+                        if reduction is not None:
+                            yield part_of(Kind.COLLECTIVE, reduction, part=part, count=count)
+            for send in sends_waited_for.get(index, ()):
+                yield wait_for(send, self._arrival(send))
 
     def _arrival(self, side: Action) -> int:
         """Return the fact that comes true with a transfer, given a side of it."""
         message = message_from(side) if side.op in SEND_OPS else side
         return self._steps.facts[reader_of(message)]
-
-    def _issue_computation(self, issued: "_Issued", step: Step, reduction: Step | None) -> None:
-        """Issue a computation; hooks cut it into parts and launch ``reduction`` behind these."""
-        if self._device.tensor_parallel and step.action.op in _READ_MESSAGES:
-            issued.cut(step, self.num_facts)
-            self.num_facts += 1
-            if reduction is not None:
-                issued.launch(reduction, 0, 1)
-            return
-        count = 1 if reduction is None else self._launches(reduction)
-        for part in range(count):
-            issued.compute(step, part, count)
-            if reduction is not None:
-                issued.launch(reduction, part, count)
 
     def _launched_inside(self, program: Sequence[Step]) -> dict[Action, Step]:
         """Return the reductions that DDP's hooks launch, by the backward in which they do so."""
@@ -151,79 +181,3 @@ class Items:
             return 1
         share = seconds / self._steps.costs.grad_sync_s[stage] if op in SUM_OPS else 1.0
         return max(1, ceil(self._device.launches[stage] * share - 1e-9))
-
-
-class _Issued:
-    """The items of a rank's iteration, collected in the order of issue."""
-
-    def __init__(self, named: Sequence[Name], apart: Container[int]) -> None:
-        self._named, self._apart = named, apart
-        self.items: list[Item] = []
-        self._computed = 0  # items of the compute stream so far
-        self._waited_for: set[tuple[int, int]] = set()
-
-    def compute(self, step: Step, part: int, count: int) -> None:
-        """Issue one of ``count`` parts of a computation."""
-        needs = self._wait_for_sync(step)
-        self._add(Kind.COMPUTE, step, step.seconds / count, needs, fact=part + 1 == count)
-        self._computed += 1
-
-    def cut(self, step: Step, fact: int) -> None:
-        """Issue a computation in two parts, with a collective of its node between them."""
-        self.compute(step, 0, 2)
-        self.items.append(
-            Item(Kind.COPY, Stream.TP_SYNC, step.action, 0.0, self._computed, (), fact)
-        )
-        self.wait_for(step.action, fact)
-        self.compute(step, 1, 2)
-
-    def update(self, step: Step) -> None:
-        """Issue what is between two iterations, if it waits for something or takes time."""
-        self._wait_for_sync(step)
-        if step.seconds:
-            self._add(Kind.UPDATE, step, step.seconds)
-            self._computed += 1
-
-    def transfer(self, action: Action, stream: Stream, fact: int) -> None:
-        """Issue one side of a transfer."""
-        self.items.append(Item(Kind.TRANSFER, stream, action, 0.0, self._computed, (), fact))
-
-    def copy(self, step: Step) -> None:
-        """Issue a copy to the host or back."""
-        self._add(Kind.COPY, step, step.seconds, step.needs, fact=True)
-
-    def launch(self, step: Step, part: int, count: int) -> None:
-        """Issue one of the ``count`` collectives of a step's DP.sync, which is over with all."""
-        self._add(Kind.COLLECTIVE, step, step.seconds / count, fact=part + 1 == count)
-
-    def wait_for(self, action: Action, fact: int, ago: int = 0) -> None:
-        """Make the compute stream wait for an action."""
-        needs = ((fact, ago),)
-        self.items.append(Item(Kind.WAIT, Stream.COMPUTE, action, 0.0, self._computed, needs))
-        self._computed += 1
-
-    def _wait_for_sync(self, step: Step) -> tuple[tuple[int, int], ...]:
-        """Make the compute stream wait for DP.sync that a step needs; return its other needs."""
-        others = []
-        for need in step.needs:
-            if (name := self._named[need[0]])[1] not in SYNC_OPS:
-                others.append(need)
-            elif need not in self._waited_for:
-                self._waited_for.add(need)
-                self.wait_for(Action(*name), *need)
-        return tuple(others)
-
-    def _add(
-        self,
-        kind: Kind,
-        step: Step,
-        seconds: float,
-        needs: tuple[tuple[int, int], ...] = (),
-        *,
-        fact: bool = False,
-    ) -> None:
-        stream = stream_of(step.action, alternates=False, apart=self._apart)
-        brought = step.fact if fact else NO_FACT
-        self.items.append(
-            Item(kind, stream, step.action, seconds, self._computed, needs, brought, step.first)
-        )

@@ -21,10 +21,9 @@ from megatron.fold3d.plan.verify import error_at
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_items import Item, Items, Kind
-from megatron.fold3d.predict.simulator.exchanges import Exchanges
 from megatron.fold3d.predict.simulator.link import PLAIN, Device
-from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Steps
+from megatron.fold3d.predict.simulator.traffic import Traffic
 
 _COMPUTE = Stream.COMPUTE
 _NCCL = (Kind.COLLECTIVE, Kind.TRANSFER)
@@ -128,28 +127,14 @@ class DeviceRun:
     """
 
     def __init__(self, steps: Steps, device: Device, iterations: int) -> None:
-        costs, link = steps.costs, steps.link
-        self.steps, self.costs, self.device = steps, costs, device
+        self.steps, self.device = steps, device
         self.iterations, self.flush = iterations, steps.plan.flushes
-        self.routes, self.nics = link.routes, steps.nics
         self.clock = SimulatedClock()
-        first_local = 1 + max(self.nics)  # of one more pair of links per rank: DP.sync in the node
-        self.sync_nics: Sequence[int] = self.nics
-        if costs.grad_sync_local:
-            self.sync_nics = range(first_local, first_local + len(self.nics))
-        self.network = Network(
-            self.clock,
-            first_local + len(self.nics),
-            link.routes.capacities,
-            preemptive=link.preemptive,
-            pause_share=link.pause_share,
-            rings_are_buffered=costs.rings_are_buffered,
-        )
-        self.exchanges = Exchanges(self.clock, self.network, self.nics, steps.exchanges)
+        self.traffic = Traffic(self.clock, steps)
         # Stock Megatron waits for its sends, and has one communicator for each direction.
-        self.alternates = device.connections == 1 and not link.sends_waited_for
+        self.alternates = device.connections == 1 and not steps.link.sends_waited_for
         items = Items(steps, device, alternates=self.alternates)
-        programs = list(map(items.of, steps.programs))
+        programs = [list(items.of(program)) for program in steps.programs]
         self.times_true = [0] * items.num_facts
         self.begun: dict[int, _Rank] = {}  # transfers of which one side has begun, by their fact
         self.ranks = [
@@ -164,7 +149,7 @@ class DeviceRun:
             rank.released = 1 if self.flush else self.iterations
         for rank in self.ranks:
             self._advance(rank)
-        self.clock.run(between=self.network.update_rates)
+        self.clock.run(between=self.traffic.network.update_rates)
         if any(map(self._heads, self.ranks)):
             raise self._deadlock()
         return Timeline.of(rank.spans for rank in self.ranks)
@@ -275,13 +260,10 @@ class DeviceRun:
         elif kind is Kind.COLLECTIVE:
             if queue.computes:
                 self._wait(rank, action, iteration, held_s)
-            nic = self.sync_nics[rank.number]
-            uses = self.routes.of(rank.number, rank.number)
-            self.network.start_collective(
-                self.network.collective(nic, seconds, self._end, work, uses)
-            )
+            collective = self.traffic.sync(rank.number, seconds, self._end, work)
+            self.traffic.network.start_collective(collective)
         elif kind is Kind.COMPUTE:
-            self.exchanges.run(rank.number, action, seconds, self._end, work)
+            self.traffic.compute(rank.number, action, seconds, self._end, work)
         else:
             self.clock.at(now_s + seconds, self._end, work)
 
@@ -322,20 +304,7 @@ class DeviceRun:
         sender.flows_since_s[stream_of(send, alternates=self.alternates)] = now_s
         receiver.flows_since_s[stream_of(receive, alternates=self.alternates)] = now_s
         message = _Message(sender, receiver, receive, send, item.fact, now_s, iteration)
-        costs = self.costs
-        local = self.nics[sender.number] == self.nics[receiver.number]
-        if local or not costs.p2p_s:
-            flows_s = costs.p2p_local_s if local else 0.0
-            self.clock.at(now_s + costs.p2p_latency_s + flows_s, self._arrive, message)
-        else:
-            self.clock.at(now_s + costs.p2p_latency_s, self._flow, message)
-
-    def _flow(self, message: _Message) -> None:
-        sender, receiver, *_ = message
-        source, target = self.nics[sender.number], self.nics[receiver.number]
-        uses, work_s = self.routes.of(sender.number, receiver.number), self.costs.p2p_s
-        flow = self.network.message(source, target, work_s, self._arrive, message, uses)
-        self.network.start_flow(flow)
+        self.traffic.send(sender.number, receiver.number, receive.op, self._arrive, message)
 
     def _arrive(self, message: _Message) -> None:
         sender, receiver, action, send, fact, since_s, iteration = message

@@ -45,7 +45,8 @@ def in_turns_s(
         Op.BACKWARD: costs.backward_s[stage] - (recompute_s if early else 0.0),
     }[op]
     passes = costs.passes(stage, op, early=early)
-    sync_s = min(whole_s, passes * costs.hidden_in_pairs_s(stage))
+    hidden_s = sum(sync_s[stage] for sync_s in (costs.tp_sync_s, costs.ep_sync_s) if sync_s)
+    sync_s = min(whole_s, passes * hidden_s)
     number = passes * (costs.collectives[stage] if costs.collectives else 0)
     compute_s = whole_s - sync_s
     both_s = min(2 * whole_s, pair_s(compute_s, sync_s, number if ends else 0))

@@ -1,7 +1,7 @@
 """Simulate a plan: an event-driven run that yields the timeline of a cluster.
 
 Each rank runs its program strictly in order, one computation at a time. Experts' all-to-alls are in
-computations and, between nodes, on the network too: see `Exchanges`. A message leaves at its
+computations and, between nodes, on the network too: see `Traffic`. A message leaves at its
 SEND or, in a plan without transfers, when its computation ends. After its latency it flows through
 the NICs of both ranks, behind earlier ones from the one to the other, as in one communicator; the
 computation that reads it waits for it. A RECV does nothing here, since `add_p2p` always posts
@@ -14,13 +14,12 @@ see `plan.waits`. OFFLOAD and RELOAD run on `policy.offload_choice`.
 With a `Device`, the plan runs by the rules of GPUs instead: see `DeviceRun`.
 """
 
-from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_from, send_of, source_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
-from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
+from megatron.fold3d.plan.ir import Action, Plan, PlanError, gc_paused
 from megatron.fold3d.plan.ops import (
     COMPUTE_OPS,
     COPY_OPS,
@@ -35,11 +34,10 @@ from megatron.fold3d.policy.offload_choice import CopyStreams
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_run import DeviceRun
-from megatron.fold3d.predict.simulator.exchanges import Exchanges
 from megatron.fold3d.predict.simulator.link import PLAIN, GradSyncOrder, Link
-from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
 from megatron.fold3d.predict.simulator.sync_queue import SyncQueue
+from megatron.fold3d.predict.simulator.traffic import Traffic
 
 TOLERANCE = 1e-6  # of a steady iteration
 _FEWEST, _MOST = 3, 24  # iterations until one is steady
@@ -123,8 +121,6 @@ class _Message(NamedTuple):
     action: Action
     fact: int
     left_s: float
-    channel: "deque[_Message]"
-    """The messages from its sender to its receiver, which go one after the other."""
 
 
 class _Run:
@@ -132,37 +128,21 @@ class _Run:
 
     def __init__(self, steps: Steps, iterations: int) -> None:
         self.steps, self.iterations = steps, iterations
-        costs, link, nics = steps.costs, steps.link, steps.nics
-        self.costs, self.link, self.nics = costs, link, nics
-        self.channels: defaultdict[tuple[int, int, Op], deque[_Message]] = defaultdict(deque)
         self.clock = SimulatedClock()
-        # Behind the NICs, one more pair of links per rank: for DP.sync that stays in the node.
-        local_nics = range(1 + max(nics), 1 + max(nics) + len(nics))
-        self.network = Network(
-            self.clock,
-            local_nics.stop,
-            link.routes.capacities,
-            preemptive=link.preemptive,
-            pause_share=link.pause_share,
-            rings_are_buffered=costs.rings_are_buffered,
-        )
-        self.exchanges = Exchanges(self.clock, self.network, self.nics, steps.exchanges)
+        self.traffic = Traffic(self.clock, steps)
         self.flushes = steps.plan.flushes
         self.times_true = [0] * len(steps.named)
         self.at_flush: list[_Rank] = []
-        sync_nics = local_nics if costs.grad_sync_local else nics
-        self.ranks = list(map(self._rank, range(len(nics)), steps.programs, sync_nics))
+        self.ranks = [self._rank(*numbered) for numbered in enumerate(steps.programs)]
 
-    def _rank(self, number: int, program: list[Step], nic: int) -> _Rank:
+    def _rank(self, number: int, program: list[Step]) -> _Rank:
         spans: list[Span] = []
-        uses = self.link.routes.of(number, number)
-        write, done = spans.append, self.come_true
         orders: dict[Place, GradSyncOrder] = {
-            Place.DP_SYNC: self.link.grad_sync_order,
+            Place.DP_SYNC: self.steps.link.grad_sync_order,
             Place.DP_SYNC_KEPT: "fifo",
         }
         queues = {
-            place: SyncQueue(self.clock, self.network, nic, uses, order, write, done)
+            place: SyncQueue(self.clock, self.traffic, number, order, spans.append, self.come_true)
             for place, order in orders.items()
         }
         return _Rank(number, program, spans, queues)
@@ -170,7 +150,7 @@ class _Run:
     def timeline(self) -> Timeline:
         for rank in self.ranks:
             self.advance(rank)
-        self.clock.run(between=self.network.update_rates)
+        self.clock.run(between=self.traffic.network.update_rates)
         if stuck := [rank for rank in self.ranks if rank.iteration < self.iterations]:
             steps = [(rank.number, rank.program[rank.position].action) for rank in stuck[:8]]
             where = ", ".join(f"rank {number} at {action}" for number, action in steps)
@@ -201,7 +181,7 @@ class _Run:
                     return
             if op in COMPUTE_OPS or (seconds and op in UPDATE_OPS):
                 rank.since_s = self.clock.now_s
-                self.exchanges.run(rank.number, step.action, seconds, self._finish, rank)
+                self.traffic.compute(rank.number, step.action, seconds, self._finish, rank)
                 return
             if op in SYNC_OPS:
                 rank.queues[TABLE[op].place].enqueue_sync(step, iteration)
@@ -263,41 +243,14 @@ class _Run:
         if receiver is sender:
             self.come_true(step.fact)
             return
-        costs, leaves_s = self.costs, self.clock.now_s
         action = message_from(step.action)
-        channel = self.channels[sender.number, receiver.number, action.op]
-        message = _Message(sender, receiver, action, step.fact, leaves_s, channel)
+        message = _Message(sender, receiver, action, step.fact, self.clock.now_s)
         if (waited_for := self.steps.sends_waited_for) and source_of(action).op in waited_for:
             sender.awaits_arrival = message
-        local = self.nics[sender.number] == self.nics[receiver.number]
-        if local or not costs.p2p_s:
-            flows_s = costs.p2p_local_s if local else 0.0
-            self.clock.at(leaves_s + costs.p2p_latency_s + flows_s, self._arrive, message)
-        elif costs.p2p_latency_s:
-            self.clock.at(leaves_s + costs.p2p_latency_s, self._flow, message)
-        else:
-            self._flow(message)
-
-    def _flow(self, message: _Message) -> None:
-        """Start a message once the earlier ones of its channel have arrived."""
-        message.channel.append(message)
-        if len(message.channel) == 1:
-            self._put_on_network(message)
-
-    def _put_on_network(self, message: _Message) -> None:
-        source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
-        work_s = self.costs.p2p_s
-        uses = self.link.routes.of(message.sender.number, message.receiver.number)
-        self.network.start_flow(
-            self.network.message(source, target, work_s, self._arrive, message, uses)
-        )
+        self.traffic.send(sender.number, receiver.number, action.op, self._arrive, message)
 
     def _arrive(self, message: _Message) -> None:
-        sender, receiver, action, fact, left_s, channel = message
-        if channel:  # else no network
-            channel.popleft()
-            if channel:
-                self._put_on_network(channel[0])
+        sender, receiver, action, fact, left_s = message
         # A rank reads each message once per iteration, so counting them tells their iteration.
         self._write(receiver, Lane.P2P, left_s, action, self.times_true[fact])
         self.come_true(fact)

@@ -4,7 +4,7 @@ A *fact* is that an action on a link is over, or that the input of a computation
 named by that action. It has a number, and it comes true once per iteration.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.waits import Waits
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.exchanges import Exchange
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.pair_times import in_turns_s
 
@@ -53,18 +52,15 @@ class Step(NamedTuple):
     """The first iteration in which it does anything; before, it takes no time."""
 
 
-class _OfPair(NamedTuple):
-    """A computation of a pair.
+class Exchange(NamedTuple):
+    """What a computation sends to experts and back."""
 
-    Attributes:
-        seconds: until the second of the pair begins, or both are over.
-        share: of the seconds of both.
-        is_exposed: whether it begins with an all-to-all that nothing runs beside.
-    """
-
-    seconds: float
     share: float
-    is_exposed: bool
+    """Of the computation's seconds, those at the full rate of a NIC."""
+    number: int
+    """All-to-alls, of equal seconds."""
+    beside: bool
+    """Whether they run beside the computation."""
 
 
 class Steps:
@@ -103,17 +99,19 @@ class Steps:
             ),
         }
         self._recomputed = frozenset().union(*map(recomputed, plan.programs))
-        overlaps = link.overlap_tensor_parallel
-        paired = chain.from_iterable(map(chains, plan.programs)) if overlaps else ()
-        self._paired = dict(chain.from_iterable(map(self._in_turns, paired)))
         # Of actions that take another time than all of their op and stage.
         backward_s, early = self._seconds[Op.BACKWARD], self._recomputed
         self._own_s = {
             Action(stage, Op.BACKWARD, number): backward_s[stage] - costs.recompute_s[stage]
             for stage, number in (early if costs.recompute_s else ())
-        } | {action: of_pair.seconds for action, of_pair in self._paired.items()}
-        between_nodes = costs.ep_sync_on_nic and costs.ep_sync_s
-        self.exchanges = dict(self._exchanges()) if between_nodes else {}
+        }
+        self.exchanges: dict[Action, Exchange] = {}
+        computed = (a for a in chain.from_iterable(plan.programs) if a.op in PAIRED_OPS)
+        for action in computed if costs.ep_sync_on_nic and costs.ep_sync_s else ():
+            self._exchange(action)
+        for program in plan.programs if link.overlap_tensor_parallel else ():
+            for together in chains(program):
+                self._pair_up([action for action in together if action.op in PAIRED_OPS])
         self.facts: dict[Name, int] = {}
         self.programs = [list(self._steps(program)) for program in plan.programs]
         self.named = list(self.facts)
@@ -152,9 +150,8 @@ class Steps:
                 seconds = self._whole_s(stage, op)
             yield Step(action, seconds, needs, fact, first)
 
-    def _in_turns(self, together: Program) -> Iterator[tuple[Action, "_OfPair"]]:
-        """Yield the computations of a chain, in pairs; an odd one is alone at the end."""
-        computed = [action for action in together if action.op in PAIRED_OPS]
+    def _pair_up(self, computed: Sequence[Action]) -> None:
+        """Let the computations of a chain run in pairs; an odd one is alone at the end."""
         for first, second in zip(computed[::2], computed[1::2], strict=False):
             stage, op, microbatch = first
             times_s = in_turns_s(
@@ -166,26 +163,23 @@ class Steps:
             )
             both_s = sum(times_s)
             for action, seconds in zip((first, second), times_s, strict=True):
-                begins = op is Op.BACKWARD and action is computed[0]
-                yield action, _OfPair(seconds, seconds / both_s if both_s else 0.5, begins)
+                self._own_s[action] = seconds
+                if self.exchanges.pop(action, None):
+                    # Nothing runs beside the one with which the backwards of a chain begin.
+                    begins = op is Op.BACKWARD and action is computed[0]
+                    part = 2 * seconds / both_s if both_s else 1.0
+                    self._exchange(action, part, beside=not begins)
 
-    def _exchanges(self) -> Iterator[tuple[Action, Exchange]]:
-        """Yield the computations that send to experts; of a pair, each sends its part."""
-        costs = self.costs
-        for action in chain.from_iterable(self.plan.programs):
-            stage, op, microbatch = action
-            if op not in PAIRED_OPS or not costs.ep_sync_s[stage]:
-                continue
-            passes = costs.passes(stage, op, early=(stage, microbatch) in self._recomputed)
-            paired = self._paired.get(action)
-            seconds = self._own_s.get(action, self._whole_s(stage, op))
-            part = passes if paired is None else 2 * passes * paired.share
+    def _exchange(self, action: Action, part: float = 1.0, *, beside: bool = False) -> None:
+        """Note what a computation sends to experts; of a pair, each sends its part of both."""
+        costs, (stage, op, microbatch) = self.costs, action
+        part *= costs.passes(stage, op, early=(stage, microbatch) in self._recomputed)
+        seconds = self._own_s.get(action, self._whole_s(stage, op))
+        if seconds and costs.ep_sync_s[stage]:
             number = round(part * (costs.collectives[stage] if costs.collectives else 1))
-            if seconds:
-                share = min(1.0, part * costs.ep_sync_s[stage] / seconds)
-                number = max(1, min(number, _MOST_EXCHANGES))
-                beside = paired is not None and not paired.is_exposed
-                yield action, Exchange(share, number, beside)
+            number = max(1, min(number, _MOST_EXCHANGES))
+            share = min(1.0, part * costs.ep_sync_s[stage] / seconds)
+            self.exchanges[action] = Exchange(share, number, beside)
 
     def _whole_s(self, stage: int, op: Op) -> float:
         by_stage = self._seconds.get(op)

@@ -1,15 +1,16 @@
 """The DP.sync of one rank: a queue that puts one task at a time on the network."""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.fold3d.observe.timeline import Lane, Span
 from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
-from megatron.fold3d.predict.simulator.link import GradSyncOrder, Use
-from megatron.fold3d.predict.simulator.network import Collective, Network
+from megatron.fold3d.predict.simulator.link import GradSyncOrder
+from megatron.fold3d.predict.simulator.network import Collective
 from megatron.fold3d.predict.simulator.steps import Step
+from megatron.fold3d.predict.simulator.traffic import Traffic
 
 
 class _Task(NamedTuple):
@@ -33,15 +34,13 @@ class SyncQueue:
     def __init__(
         self,
         clock: SimulatedClock,
-        network: Network,
-        nic: int,
-        uses: Sequence[Use],
+        traffic: Traffic,
+        rank: int,
         order: GradSyncOrder,
         write: Callable[[Span], None],
         done: Callable[[int], None],
     ) -> None:
-        self._clock, self._network, self._nic = clock, network, nic
-        self._uses = uses
+        self._clock, self._traffic, self._rank = clock, traffic, rank
         self._earliest_first = order == "edf"
         self._write, self._done = write, done
         self._waiting: list[_Task] = []
@@ -54,11 +53,11 @@ class SyncQueue:
         self._started += 1
         action, work_s, _, fact, first = step
         key = (iteration - first, action.stage) if self._earliest_first else (0, 0)
-        collective = self._network.collective(self._nic, work_s, self._end, None, self._uses)
+        collective = self._traffic.sync(self._rank, work_s, self._end)
         task = _Task(key, self._started, action, iteration, fact, collective)
         heapq.heappush(self._waiting, task)
         if self._active is not None and key < self._active.key:
-            self._network.stop_collective(self._active.collective)
+            self._traffic.network.stop_collective(self._active.collective)
             heapq.heappush(self._waiting, self._leave())
         self._next()
 
@@ -66,7 +65,7 @@ class SyncQueue:
         if self._active is None and self._waiting:
             self._active = heapq.heappop(self._waiting)
             self._since_s = self._clock.now_s
-            self._network.start_collective(self._active.collective)
+            self._traffic.network.start_collective(self._active.collective)
 
     def _end(self, _: None) -> None:
         task = self._leave()

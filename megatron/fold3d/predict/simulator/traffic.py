@@ -1,0 +1,121 @@
+"""What the ranks of a run put on the network: messages, DP.sync, and experts' all-to-alls.
+
+All-to-alls between nodes share NICs with the others. They go one after the other, and one is over
+when a rank has sent and received. A computation waits for each of its own. Those of a pair of
+micro-batches run beside it, and it ends when all are over. With a NIC of their own they take the
+seconds of the costs.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.predict.simulator.clock import SimulatedClock
+from megatron.fold3d.predict.simulator.network import Collective, Flow, Network
+from megatron.fold3d.predict.simulator.steps import Steps
+
+
+class Traffic:
+    """Starts what uses the network, and runs computations, which may.
+
+    Args:
+        clock: the run's.
+        steps: the steps of its plan.
+
+    Attributes:
+        network: the NICs. Behind them there is one more pair of links per rank, for DP.sync that
+            stays in the node.
+    """
+
+    def __init__(self, clock: SimulatedClock, steps: Steps) -> None:
+        costs, link, nics = steps.costs, steps.link, steps.nics
+        self._clock, self._steps = clock, steps
+        self._channels: defaultdict[tuple[int, int, Op], deque[Flow]] = defaultdict(deque)
+        local_nics = range(1 + max(nics), 1 + max(nics) + len(nics))
+        self._sync_nics: Sequence[int] = local_nics if costs.grad_sync_local else nics
+        self.network = Network(
+            clock,
+            local_nics.stop,
+            link.routes.capacities,
+            preemptive=link.preemptive,
+            pause_share=link.pause_share,
+            rings_are_buffered=costs.rings_are_buffered,
+        )
+
+    def send(
+        self, sender: int, receiver: int, op: Op, done: Callable[[Any], None], tag: Any
+    ) -> None:
+        """Send a message from rank to rank; call ``done`` with ``tag`` when it has arrived.
+
+        After its latency it flows through the NICs of both ranks, behind earlier ones of its op
+        from the one to the other, as in one communicator.
+        """
+        costs, link, nics = self._steps.costs, self._steps.link, self._steps.nics
+        flows_s = self._clock.now_s + costs.p2p_latency_s
+        source, target = nics[sender], nics[receiver]
+        if source == target or not costs.p2p_s:
+            local_s = costs.p2p_local_s if source == target else 0.0
+            self._clock.at(flows_s + local_s, done, tag)
+            return
+        channel, uses = self._channels[sender, receiver, op], link.routes.of(sender, receiver)
+        arrives = channel, done, tag
+        flow = self.network.message(source, target, costs.p2p_s, self._arrive, arrives, uses)
+        if costs.p2p_latency_s:
+            self._clock.at(flows_s, self._queue, (channel, flow))
+        else:
+            self._queue((channel, flow))
+
+    def _queue(self, message: tuple[deque[Flow], Flow]) -> None:
+        channel, flow = message
+        channel.append(flow)
+        if len(channel) == 1:
+            self.network.start_flow(flow)
+
+    def _arrive(self, message: tuple[deque[Flow], Callable[[Any], None], Any]) -> None:
+        channel, done, tag = message
+        channel.popleft()
+        if channel:
+            self.network.start_flow(channel[0])
+        done(tag)
+
+    def sync(
+        self, rank: int, seconds: float, done: Callable[[Any], None], tag: Any = None
+    ) -> Collective:
+        """Make a collective of a rank's DP.sync, which takes so many ``seconds`` by itself."""
+        uses = self._steps.link.routes.of(rank, rank)
+        return self.network.collective(self._sync_nics[rank], seconds, done, tag, uses)
+
+    def compute(
+        self, rank: int, action: Action, seconds: float, done: Callable[[Any], None], tag: Any
+    ) -> None:
+        """Begin an action that takes so many ``seconds``; call ``done`` with ``tag`` at its end."""
+        exchange = self._steps.exchanges.get(action)
+        if exchange is None:
+            self._clock.at(self._clock.now_s + seconds, done, tag)
+            return
+        share, number, beside = exchange
+        sent_s, computed_s = share * seconds / number, (1 - share) * seconds / number
+        running = 1 + beside
+
+        def end(_: None) -> None:
+            nonlocal running
+            running -= 1
+            if not running:
+                done(tag)
+
+        def compute(left: int) -> None:
+            if not left:
+                end(None)
+            elif beside:
+                send(left)
+            else:
+                self._clock.at(self._clock.now_s + computed_s, send, left)
+
+        def send(left: int) -> None:
+            nic = self._steps.nics[rank]  # and that of a replica, whose links are as full
+            self.network.start_flow(self.network.message(nic, nic, sent_s, compute, left - 1))
+
+        if beside:
+            self._clock.at(self._clock.now_s + seconds, end, None)
+        compute(number)
