@@ -17,7 +17,7 @@ from megatron.fold3d.plan.schedule_word import Segments
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.search.neighbours import units
-from megatron.fold3d.predict.simulator.lower_bound import Bounds, bounds_of
+from megatron.fold3d.predict.simulator.lower_bound import Bounds
 from scripts.bench.predict import Job
 from scripts.bench.summary import Run
 
@@ -102,7 +102,7 @@ def _bounds(job: Job, num_segments: int) -> Iterator[Bounds]:
     plan = lower(order, behind, Features(reduces_early=True))
     for segments in replicated_sets(job, num_segments):
         costs = known.costs.with_replicated(stages_of(segments, job.num_ranks))
-        yield bounds_of(plan, costs, known.nic_of_rank)
+        yield Bounds(plan, costs, known.nic_of_rank)
 
 
 def distributed(job: Job, num_segments: int) -> Estimate:

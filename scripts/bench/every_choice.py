@@ -21,7 +21,7 @@ from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.ops import SUM_OPS, TABLE
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.lower_bound import exposed_s
+from megatron.fold3d.predict.simulator.lower_bound import Bounds
 from megatron.fold3d.predict.simulator.simulate import simulate
 from scripts.bench import grid
 from scripts.bench.bounds import distributed, replicated_sets
@@ -121,7 +121,7 @@ class EveryChoice:
             and span.action.stage // ranks == segment
         )
         costs = self._costs(begun.choice)
-        outlast_s = exposed_s(self._all_behind, costs, self._known.nic_of_rank)
+        outlast_s = Bounds(self._all_behind, costs, self._known.nic_of_rank).exposed_s
         bound_s = 0.0
         for rank, spans in enumerate(timeline.ranks):
             compute = (span for span in spans if span.lane is Lane.COMPUTE)

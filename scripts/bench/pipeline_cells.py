@@ -13,7 +13,7 @@ from statistics import median
 from megatron.fold3d.observe.training_log import Spread
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.lower_bound import lower_bound_s
+from megatron.fold3d.predict.simulator.lower_bound import Bounds
 from scripts.bench import variants
 from scripts.bench.summary import Run
 from scripts.bench.variants import DEFAULT, Job, Variant
@@ -89,7 +89,7 @@ class Cell:
             num_segments=1,
             num_microbatches=self.num_microbatches,
         )
-        return lower_bound_s(order, self.costs) * 1e3
+        return Bounds(order, self.costs).order_s * 1e3
 
     def job(self, num_iterations: int = 0) -> Job:
         """Return the job: many tokens through narrow layers, for large messages."""

@@ -11,16 +11,16 @@ from megatron.fold3d.commands.job import usable_bytes
 from megatron.fold3d.commands.plan_source import in_words, sizes
 from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.observe.breakdown import Flops, seconds_of, shown_columns
-from megatron.fold3d.observe.exposure import Exposure, exposure, mean
+from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.observe.report.grid import to_text
 from megatron.fold3d.observe.timeline import Lane, Timeline
-from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.search.candidate_estimate import flops_of
 from megatron.fold3d.predict.search.candidates import RECOMPUTES
+from megatron.fold3d.predict.search.judge import Simulated
 from megatron.fold3d.predict.search.settled import PredictedRun
-from megatron.fold3d.predict.simulator.lower_bound import Bounds, bounds_of
+from megatron.fold3d.predict.simulator.lower_bound import Bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,7 @@ class Report:
     Attributes:
         name: what was simulated.
         run: the run.
-        plan: its plan.
-        timeline: its iterations.
+        found: its plan and its iterations.
         peaks: the most bytes that each rank's GPU holds; empty if memory is not known.
         cluster: the GPUs, if there are any.
         left_out: flags that the simulation ignores.
@@ -40,8 +39,7 @@ class Report:
 
     name: str
     run: PredictedRun
-    plan: Plan
-    timeline: Timeline
+    found: Simulated
     peaks: Sequence[float]
     cluster: Cluster | None
     left_out: Sequence[str]
@@ -51,18 +49,18 @@ class Report:
     def bounds(self) -> Bounds:
         """What no order of computation beats."""
         known = self.run.known
-        return bounds_of(self.plan, known.costs, known.nic_of_rank)
+        return Bounds(self.found.plan, known.costs, known.nic_of_rank)
 
     @property
     def flops(self) -> Flops | None:
         """The FLOP/s of a GPU; None if there is no model on a cluster."""
         if self.run.shape is None or self.cluster is None:
             return None
-        return flops_of(self.run.shape, self.cluster, self.run.candidate, self.timeline.period_s)
+        return flops_of(self.run.shape, self.cluster, self.run.candidate, self.found.seconds)
 
     def lines(self) -> Iterator[str]:
         """Yield the result for a terminal: times, memory, exposure, and the grid if it fits."""
-        plan, timeline = self.plan, self.timeline
+        plan, timeline = self.found.plan, self.found.timeline
         row, iterations = mean(exposure(timeline)), len(timeline.iteration_ends_s(0))
         counts = " ".join(map(str, sizes(plan)["peak_activations"]))
         yield f"{self.name}: {in_words(plan.num_ranks, plan.num_segments, plan.num_microbatches)}"
@@ -80,8 +78,12 @@ class Report:
             yield f"peak memory       {gib}  GiB per rank"
         if self.flops is not None:
             yield f"per GPU           {self.flops}"
-        yield ""
-        yield from _table(row)
+        yield ""  # the last iteration's parts, mean over ranks, as in the paper's Table II
+        shown = shown_columns(row)
+        times_s = seconds_of(row, shown)
+        yield exposure_table.titles("         ", shown)
+        yield exposure_table.line("seconds  ", times_s)
+        yield exposure_table.line("share    ", map(row.share, times_s), ".1%")
         if grid := _grid(timeline):
             yield ""
             yield grid
@@ -90,12 +92,12 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the result for ``--json``."""
-        timeline, bounds, flops = self.timeline, self.bounds, self.flops
+        timeline, bounds, flops = self.found.timeline, self.bounds, self.flops
         rows = exposure(timeline)
         row = mean(rows)
         return {
             "name": self.name,
-            **sizes(self.plan),
+            **sizes(self.found.plan),
             "iterations": len(timeline.iteration_ends_s(0)),
             "makespan_s": timeline.makespan_s,
             "period_s": timeline.period_s,
@@ -123,15 +125,6 @@ def _bound_lines(period_s: float, bounds: Bounds) -> Iterator[str]:
     if bounds.sync_s is not None:
         norm = f"{bounds.norm_s:.6g} s if steps wait for the norm"
         yield f"with DP.sync      {bounds.sync_s:.6g} s, or {norm}"
-
-
-def _table(row: Exposure) -> Iterator[str]:
-    """Yield the parts of the last iteration, mean over ranks, as in the paper's Table II."""
-    shown = shown_columns(row)
-    times_s = seconds_of(row, shown)
-    yield exposure_table.titles("         ", shown)
-    yield exposure_table.line("seconds  ", times_s)
-    yield exposure_table.line("share    ", map(row.share, times_s), ".1%")
 
 
 def _grid(timeline: Timeline) -> str:
@@ -162,7 +155,7 @@ def _nearest_fit(report: Report, limit: float) -> str:
     c = replace(report.run.candidate, recompute_layers=())
     for recompute in RECOMPUTES[1:]:
         known = report.run.estimate(replace(c, setup=replace(c.setup, recompute=recompute)))
-        ranks = memory(report.timeline, known.footprint)
-        if max(rank.device.peak_bytes for rank in ranks) <= limit:
+        ranks = memory(report.found.timeline, known.footprint)
+        if max(rank.device_peak for rank in ranks) <= limit:
             return f"--recompute {recompute} fits"
     return "no --recompute makes it fit; `fold3d search` finds the splits that do"

@@ -13,9 +13,7 @@ from megatron.fold3d.predict.search.order_choice import stage_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.lower_bound import (
-    bounds_of,
-    lower_bound_s,
-    lower_bound_with_sync_s,
+    Bounds,
 )
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.plans import planned
@@ -45,18 +43,18 @@ def test_no_order_is_faster_than_the_bound(data: st.DataObject):
     nics = data.draw(st.sampled_from((tuple(range(ranks)), tuple(r // 2 for r in range(ranks)))))
     link = Link(nic_of_rank=nics)
     whole = simulate(plan, costs, link).period_s
-    assert lower_bound_s(plan, costs, nics) <= whole + 1e-9
+    assert Bounds(plan, costs, nics).order_s <= whole + 1e-9
     if schedule != "zb-h1":
         placed = place_weight_grads(plan, stage_times(costs), overrun=0.5)
         apart = simulate(placed, costs, link).period_s
-        assert lower_bound_s(plan, costs, nics) <= apart + 1e-9
+        assert Bounds(plan, costs, nics).order_s <= apart + 1e-9
 
 
 @pytest.mark.parametrize("microbatches", [8, 16])
 def test_the_bound_is_that_of_the_last_rank(microbatches: int):
     plan = build("1f1b", num_ranks=4, num_segments=1, num_microbatches=microbatches)
     costs = Costs.uniform(4, p2p_s=0.5)  # F, B and W take 1 each; three hops of 0.5
-    assert lower_bound_s(plan, costs) == 3 * 1.5 + microbatches * 3
+    assert Bounds(plan, costs).order_s == 3 * 1.5 + microbatches * 3
 
 
 @pytest.mark.slow
@@ -88,17 +86,17 @@ def test_no_order_with_dp_sync_is_faster_than_the_bound(data: st.DataObject):
     plan = planned(order, choice, gathers_params=True, reduces_early=reduces_early)
     link = Link(grad_sync_order="edf" if deferred else "fifo")
     period_s = simulate(plan, costs, link, iterations=4).period_s
-    assert lower_bound_with_sync_s(plan, costs, waits_for_norm=not deferred) <= period_s + 1e-9
+    assert Bounds(plan, costs).with_sync_s(waits_for_norm=not deferred) <= period_s + 1e-9
 
 
 def test_a_step_that_waits_for_the_norm_hides_less():
     plan = build("aiao", num_ranks=1, num_segments=4, num_microbatches=5)
     costs = Costs.uniform(4, grad_sync_s=10.0)  # F takes 1, B 2: 60 s of computation
-    bounds = bounds_of(plan, costs)
+    bounds = Bounds(plan, costs)
     assert bounds.order_s == 60
     assert bounds.sync_s == 60  # 40 s of DP.sync, and 5 x 1 + 4 x 2 in which the link idles
     assert bounds.norm_s == 4 * 5 + 4 * 2 + 40  # all forwards, one chunk's backwards, DP.sync
-    gathered = bounds_of(plan, replace(costs, grad_sync_s=(1.0,) * 4, param_gather_s=(10.0,) * 4))
+    gathered = Bounds(plan, replace(costs, grad_sync_s=(1.0,) * 4, param_gather_s=(10.0,) * 4))
     assert gathered.sync_s == 60  # 44 + 13
     assert gathered.norm_s == 40 + 5 * 1 + 4 * 5 * 2  # one chunk's forwards, and all backwards
 
@@ -116,14 +114,14 @@ def test_a_step_that_waits_for_the_norm_exposes_the_first_chunks_dp_sync(reduce_
     costs = replace(  # F and W take 1, B with W 2
         Costs.uniform(8, grad_sync_s=reduce_s), param_gather_s=(5.0,) * 8
     )
-    found_s = lower_bound_with_sync_s(plan, costs, waits_for_norm=True)
+    found_s = Bounds(plan, costs).with_sync_s(waits_for_norm=True)
     assert found_s == 5 + 4 * 5 * 3 + exposed_s
 
 
 def test_messages_share_the_link_with_dp_sync():
     plan = build("aiao", num_ranks=1, num_segments=4, num_microbatches=5)
     one = Costs.uniform(4, grad_sync_s=20.0)  # F takes 1, B 2
-    assert lower_bound_with_sync_s(plan, one, waits_for_norm=False) == 4 * 20 + 5 * 1 + 4 * 2
+    assert Bounds(plan, one).with_sync_s(waits_for_norm=False) == 4 * 20 + 5 * 1 + 4 * 2
     plan = build("aiao", num_ranks=2, num_segments=4, num_microbatches=5)
     costs = Costs.uniform(8, grad_sync_s=20.0, p2p_s=0.5)
     # From the first rank to the second and back, which computes F and, without W, B.
@@ -131,10 +129,10 @@ def test_messages_share_the_link_with_dp_sync():
     # Results of 15 forwards and of 15 backwards leave beside DP.sync, or the second rank computes
     # others meanwhile. That is free before its first input arrives and behind its last gradient.
     sends_s = (15 - 1.5) * 0.5 + (15 - 1.5) * 0.5
-    found_s = lower_bound_with_sync_s(plan, costs, waits_for_norm=False)
+    found_s = Bounds(plan, costs).with_sync_s(waits_for_norm=False)
     assert found_s == 4 * 20 + link_idles_s + sends_s
     slow = replace(costs, p2p_s=9.0)  # then the second rank computes all of them meanwhile
-    found_s = lower_bound_with_sync_s(plan, slow, waits_for_norm=False)
+    found_s = Bounds(plan, slow).with_sync_s(waits_for_norm=False)
     assert found_s == 4 * 20 + (1 + 9) + 5 * (1 + 1) + (9 + 1) + (15 - 10) + (15 - 10)
-    in_one_node = lower_bound_with_sync_s(plan, costs, (0, 0), waits_for_norm=False)
+    in_one_node = Bounds(plan, costs, (0, 0)).with_sync_s(waits_for_norm=False)
     assert in_one_node == 4 * 20 + 5 * 1 + 5 * 2  # of the second rank

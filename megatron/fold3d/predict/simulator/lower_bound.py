@@ -1,156 +1,151 @@
 """A lower bound of the iteration over all orders of computation, from compute and links.
 
-`lower_bound_s` ignores DP.sync. `lower_bound_with_sync_s` includes it: its cost depends on how far
-it may reach into the next iteration, which a step that waits for the norm limits.
+`Bounds.order_s` ignores DP.sync. The others include it: its cost depends on how far it may reach
+into the next iteration, which a step that waits for the norm limits.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from megatron.fold3d.plan.ir import WHOLE, Plan
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.predict.simulator.costs import Costs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Seconds that no iteration of a plan's sizes is shorter than."""
-
-    order_s: float
-    """Whatever the order of computation, without DP.sync: `lower_bound_s`."""
-    sync_s: float | None
-    """With DP.sync, if no step waits for the gradients' norm; None if there is no DP.sync."""
-    norm_s: float | None
-    """With DP.sync, if every step waits for the norm, as one that clips does."""
-
-
-def bounds_of(plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None) -> Bounds:
-    """Return all lower bounds; arguments as of `lower_bound_s`."""
-    order_s = lower_bound_s(plan, costs, nic_of_rank)
-    if not any(costs.grad_sync_s):
-        return Bounds(order_s=order_s, sync_s=None, norm_s=None)
-    sync_s, norm_s = (
-        max(order_s, lower_bound_with_sync_s(plan, costs, nic_of_rank, waits_for_norm=waits))
-        for waits in (False, True)
-    )
-    return Bounds(order_s=order_s, sync_s=sync_s, norm_s=norm_s)
-
-
-def lower_bound_s(plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None) -> float:
-    """Return a lower bound of iterations with these stages and micro-batches, in seconds.
-
-    By computation: the first micro-batch reaches a rank through the stages before it; then the rank
-    computes all of its work; then its last input gradient returns through the same stages, during
-    which the rank may compute weight gradients. By links: a NIC sends the results of all
-    micro-batches, in both directions; before the first and after the last of these sends, other
-    ranks have work to do as well.
-
-    Args:
-        plan: a plan of the same sizes; its order does not matter.
-        costs: the costs of its stages.
-        nic_of_rank: as in `Link`.
-    """
-    ranks, stages = plan.num_ranks, range(plan.num_stages)
-    microbatches = plan.num_microbatches
-    nics = tuple(nic_of_rank or range(ranks))
-    weight_s = costs.weight_s or (0.0,) * plan.num_stages
-    back_s = [costs.backward_s[stage] - weight_s[stage] for stage in stages]
-
-    def hop_s(rank: int) -> float:
-        """From a rank to the next."""
-        local = nics[rank % ranks] == nics[(rank + 1) % ranks]
-        return costs.p2p_latency_s + (costs.p2p_local_s if local else costs.p2p_s)
-
-    bound_s = 0.0
-    way_in_s, way_out_s = [], []
-    for rank in range(ranks):
-        hops_s = sum(map(hop_s, range(rank)))
-        way_in_s.append(sum(costs.forward_s[:rank]) + hops_s)
-        way_out_s.append(sum(back_s[:rank]) + hops_s)
-        own = stages[rank::ranks]
-        others_wait_s = microbatches * sum(costs.forward_s[s] + back_s[s] for s in own)
-        left_s = microbatches * sum(weight_s[s] for s in own)
-        bound_s = max(bound_s, way_in_s[rank] + others_wait_s + max(left_s, way_out_s[rank]))
-
-    for nic in set(nics):
-        num_sent = sum(
-            (nics[s % ranks] == nic) + (nics[(s + 1) % ranks] == nic)
-            for s in stages[:-1]
-            if nics[s % ranks] != nics[(s + 1) % ranks]
-        )
-        here = [rank for rank in range(ranks) if nics[rank] == nic]
-        first_s = min(way_in_s[rank] + costs.forward_s[rank] for rank in here)
-        # The last one to leave is read by the rank before, or by one that is further from the end.
-        last_s = min(way_out_s[max(0, rank - 1)] + back_s[max(0, rank - 1)] for rank in here)
-        if num_sent:
-            link_s = microbatches * num_sent * costs.p2p_s + costs.p2p_latency_s
-            bound_s = max(bound_s, first_s + link_s + last_s)
-    return bound_s
-
-
-def lower_bound_with_sync_s(
-    plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None, *, waits_for_norm: bool
-) -> float:
-    """Return seconds that no iteration of many is shorter than, DP.sync included.
-
-    Once in an iteration a rank has nothing to reduce or gather: from the end of the last gather, or
-    of the last DP.sync that reaches into the iteration, until the first gradients are complete. In
-    that time a model chunk's forwards and backwards have to run, and each micro-batch has to return
-    from the last stage. The messages of other chunks share the link with DP.sync, or computations
-    that belong to them prolong that time as well.
-
-    If the step waits for the gradients' norm, all reductions have ended before it, and all gathers
-    follow it. So the reductions overlap nothing but backwards, and the gathers nothing but forwards
-    and the backwards behind them. A rank computes nothing until the parameters of its first chunk
-    are gathered. What it has not computed when the last backward of that chunk begins are weight
-    gradients, which alone overlap the chunk's reduction, and are reduced themselves.
-
-    If the plan starts DP.sync between weight gradients, so may any order that the bound is for: no
-    weight gradient of a chunk then has to be computed before some of its gradients are complete.
-
-    Gradients are reduced, and parameters gathered, chunk by chunk, as the simulator has it and
-    Megatron does with the distributed optimizer. It cuts the first chunk of the first rank into
-    buckets, so its last backward counts as nothing. A large chunk that is all-reduced may have
-    buckets as well, which the bound and the simulator leave out. Weight gradients between which
-    DP.sync starts follow the chunk's backwards, and the first of them precedes it.
+    """Seconds that no iteration of a plan's sizes is shorter than.
 
     Args:
         plan: whose sizes count, not its order.
         costs: of its stages. Which segments have a replicated optimizer is in them.
         nic_of_rank: as in `Link`.
-        waits_for_norm: whether the step does, as one that clips.
     """
-    ranks = [_Rank(plan, costs, nic_of_rank, number) for number in range(plan.num_ranks)]
-    bound_s = 0.0
-    for rank in ranks:
-        bound_s = max(bound_s, rank.reductions_s + rank.gathers_s + max(rank.idles_s()))
-        if waits_for_norm:
-            bound_s = max(
-                bound_s,
-                rank.reductions_s + max(rank.first_gradients_s(ranks[-1])),
-                rank.gathered_s() + rank.backwards_s + rank.exposed_s(),
-                rank.start_s + rank.forwards_s + rank.backwards_s + rank.exposed_s(),
+
+    def __init__(self, plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None) -> None:
+        self._plan, self._costs = plan, costs
+        self._nics = tuple(nic_of_rank or range(plan.num_ranks))
+        shared = nic_of_rank is not None and len(set(nic_of_rank)) < plan.num_ranks
+        self._ranks = [_Rank(plan, costs, number, shared) for number in range(plan.num_ranks)]
+
+    @property
+    def sync_s(self) -> float | None:
+        """With DP.sync, if no step waits for the gradients' norm; None if there is no DP.sync."""
+        return self._synced_s(waits_for_norm=False)
+
+    @property
+    def norm_s(self) -> float | None:
+        """With DP.sync, if every step waits for the norm, as one that clips does."""
+        return self._synced_s(waits_for_norm=True)
+
+    @property
+    def exposed_s(self) -> tuple[float, ...]:
+        """How long each rank's reductions outlast its computations at least, if steps wait."""
+        return tuple(rank.exposed_s() for rank in self._ranks)
+
+    @property
+    def order_s(self) -> float:
+        """Whatever the order of computation, without DP.sync.
+
+        By computation: the first micro-batch reaches a rank through the stages before it; then the
+        rank computes all of its work; then its last input gradient returns through the same stages,
+        during which the rank may compute weight gradients. By links: a NIC sends the results of all
+        micro-batches, in both directions; before the first and after the last of these sends, other
+        ranks have work to do as well.
+        """
+        plan, costs, nics = self._plan, self._costs, self._nics
+        ranks, stages = plan.num_ranks, range(plan.num_stages)
+        microbatches = plan.num_microbatches
+        weight_s = costs.weight_s or (0.0,) * plan.num_stages
+        back_s = [costs.backward_s[stage] - weight_s[stage] for stage in stages]
+
+        def hop_s(rank: int) -> float:
+            """From a rank to the next."""
+            local = nics[rank % ranks] == nics[(rank + 1) % ranks]
+            return costs.p2p_latency_s + (costs.p2p_local_s if local else costs.p2p_s)
+
+        bound_s = 0.0
+        way_in_s, way_out_s = [], []
+        for rank in range(ranks):
+            hops_s = sum(map(hop_s, range(rank)))
+            way_in_s.append(sum(costs.forward_s[:rank]) + hops_s)
+            way_out_s.append(sum(back_s[:rank]) + hops_s)
+            own = stages[rank::ranks]
+            others_wait_s = microbatches * sum(costs.forward_s[s] + back_s[s] for s in own)
+            left_s = microbatches * sum(weight_s[s] for s in own)
+            bound_s = max(bound_s, way_in_s[rank] + others_wait_s + max(left_s, way_out_s[rank]))
+
+        for nic in set(nics):
+            num_sent = sum(
+                (nics[s % ranks] == nic) + (nics[(s + 1) % ranks] == nic)
+                for s in stages[:-1]
+                if nics[s % ranks] != nics[(s + 1) % ranks]
             )
-    return bound_s
+            here = [rank for rank in range(ranks) if nics[rank] == nic]
+            first_s = min(way_in_s[rank] + costs.forward_s[rank] for rank in here)
+            # The last one to leave is read by the rank before, or by one further from the end.
+            last_s = min(way_out_s[max(0, r - 1)] + back_s[max(0, r - 1)] for r in here)
+            if num_sent:
+                link_s = microbatches * num_sent * costs.p2p_s + costs.p2p_latency_s
+                bound_s = max(bound_s, first_s + link_s + last_s)
+        return bound_s
 
+    def _synced_s(self, *, waits_for_norm: bool) -> float | None:
+        if not any(self._costs.grad_sync_s):
+            return None
+        return max(self.order_s, self.with_sync_s(waits_for_norm=waits_for_norm))
 
-def exposed_s(
-    plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None
-) -> tuple[float, ...]:
-    """Return how long each rank's reductions outlast its computations, at least, in seconds.
+    def with_sync_s(self, *, waits_for_norm: bool) -> float:
+        """Return seconds that no iteration of many is shorter than, by DP.sync.
 
-    It holds if the step waits for the gradients' norm; arguments as of `lower_bound_with_sync_s`.
-    """
-    ranks = range(plan.num_ranks)
-    return tuple(_Rank(plan, costs, nic_of_rank, number).exposed_s() for number in ranks)
+        Once in an iteration a rank has nothing to reduce or gather: from the end of the last
+        gather, or of the last DP.sync that reaches into the iteration, until the first gradients
+        are complete. In that time a model chunk's forwards and backwards have to run, and each
+        micro-batch has to return from the last stage. The messages of other chunks share the link
+        with DP.sync, or computations that belong to them prolong that time as well.
+
+        If the step waits for the gradients' norm, all reductions have ended before it, and all
+        gathers follow it. So the reductions overlap nothing but backwards, and the gathers nothing
+        but forwards and the backwards behind them. A rank computes nothing until the parameters of
+        its first chunk are gathered. What it has not computed when the last backward of that chunk
+        begins are weight gradients, which alone overlap the chunk's reduction, and are reduced
+        themselves.
+
+        If the plan starts DP.sync between weight gradients, so may any order that the bound is for:
+        no weight gradient of a chunk then has to be computed before some of its gradients are
+        complete.
+
+        Gradients are reduced, and parameters gathered, chunk by chunk, as the simulator has it and
+        Megatron does with the distributed optimizer. It cuts the first chunk of the first rank into
+        buckets, so its last backward counts as nothing. A large chunk that is all-reduced may have
+        buckets as well, which the bound and the simulator leave out. Weight gradients between which
+        DP.sync starts follow the chunk's backwards, and the first of them precedes it.
+
+        Args:
+            waits_for_norm: whether the step does, as one that clips.
+        """
+        bound_s = 0.0
+        for rank in self._ranks:
+            bound_s = max(bound_s, rank.reductions_s + rank.gathers_s + max(rank.idles_s()))
+            if waits_for_norm:
+                bound_s = max(
+                    bound_s,
+                    rank.reductions_s + max(rank.first_gradients_s(self._ranks[-1])),
+                    rank.gathered_s() + rank.backwards_s + rank.exposed_s(),
+                    rank.start_s + rank.forwards_s + rank.backwards_s + rank.exposed_s(),
+                )
+        return bound_s
 
 
 class _Rank:
-    """What is known of a rank whatever its order is; arguments as of `lower_bound_with_sync_s`."""
+    """What is known of a rank whatever its order is.
 
-    def __init__(
-        self, plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None, number: int
-    ) -> None:
+    Args:
+        plan: as of `Bounds`.
+        costs: as of `Bounds`.
+        number: of the rank.
+        shared: whether ranks share a NIC.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs, number: int, shared: bool) -> None:
         none = (0.0,) * plan.num_stages
         self.number, self.num_ranks, self.num_stages = number, plan.num_ranks, plan.num_stages
         self.microbatches, self.costs = plan.num_microbatches, costs
@@ -165,7 +160,6 @@ class _Rank:
         self.gathers_s = sum(self.gather_s[s] for s in self.own)
         self.forwards_s = self.microbatches * sum(costs.forward_s[s] for s in self.own)
         self.backwards_s = self.microbatches * sum(costs.backward_s[s] for s in self.own)
-        shared = nic_of_rank is not None and len(set(nic_of_rank)) < plan.num_ranks
         apart = plan.num_ranks == 1 or shared or costs.grad_sync_local
         self.send_s = 0.0 if apart else costs.p2p_s  # of the link that DP.sync uses
         self.hop_s = 0.0 if shared else costs.p2p_s + costs.p2p_latency_s
