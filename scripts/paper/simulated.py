@@ -86,7 +86,7 @@ def usable_share(point: Point, name: str) -> float:
         candidate = replace(candidate, setup=setup)
     costs = _estimate(point, candidate, hardware)
     peaks = memory(timeline_of(candidate, costs), costs.footprint)
-    return max(rank.device.peak_bytes for rank in peaks) / usable_bytes
+    return max(rank.device_peak for rank in peaks) / usable_bytes
 
 
 def _candidate(point: Point, name: str, *, sharded: bool = False) -> Candidate:

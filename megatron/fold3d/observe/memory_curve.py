@@ -7,7 +7,7 @@ their recomputation to the end of their backward. A stage's gradients may be fre
 forward, until its first backward.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -36,17 +36,8 @@ class Footprint:
     """Per rank: bytes after all computation that replace its static bytes, if they are more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Bytes from each time to the next one."""
-
-    times_s: tuple[float, ...]
-    bytes: tuple[float, ...]
-
-    @property
-    def peak_bytes(self) -> float:
-        """The most that was ever held."""
-        return max(self.bytes, default=0.0)
+Curve = Mapping[float, float]
+"""Bytes, by the time in seconds from which on they are held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +46,16 @@ class Memory:
 
     device: Curve
     host: Curve
+
+    @property
+    def device_peak(self) -> float:
+        """The most bytes that the device ever held."""
+        return max(self.device.values())
+
+    @property
+    def host_peak(self) -> float:
+        """The most bytes that the host ever held."""
+        return max(self.host.values())
 
 
 def memory(timeline: Timeline, footprint: Footprint) -> tuple[Memory, ...]:
@@ -152,6 +153,5 @@ def _host_changes(spans: Sequence[Span], saved_bytes: Sequence[float]) -> Iterat
 def _curve(static_bytes: float, changes: Iterator[_Change]) -> Curve:
     """Sum the changes; at one time, memory is freed before more is taken."""
     ordered = [(0.0, static_bytes), *sorted(changes)]
-    totals = list(accumulate(change for _, change in ordered))
-    last = {time_s: index for index, (time_s, _) in enumerate(ordered)}
-    return Curve(tuple(last), tuple(totals[index] for index in last.values()))
+    totals = accumulate(change for _, change in ordered)
+    return {time_s: total for (time_s, _), total in zip(ordered, totals, strict=True)}

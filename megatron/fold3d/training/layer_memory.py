@@ -55,7 +55,7 @@ def room_for_layers(args: Namespace) -> Room | None:
 
     def has_room(timeline: Timeline, layers: Layers, even: Layers) -> bool:
         peak, of_even = (
-            max(rank.device.peak_bytes for rank in memory(timeline, footprint(each)))
+            max(rank.device_peak for rank in memory(timeline, footprint(each)))
             for each in (layers, even)
         )
         return peak <= max(of_even, USABLE_MEMORY * total)

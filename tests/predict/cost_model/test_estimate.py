@@ -20,7 +20,7 @@ def test_live_tensors_are_most_of_the_memory_that_the_paper_measured():
     plan = build("interleaved", num_ranks=4, num_segments=2, num_microbatches=16)
     link = Link(nic_of_rank=found.nic_of_rank)
     timeline = simulate(serial_grad_sync(plan), found.costs, link)
-    peak = max(rank.device.peak_bytes for rank in memory(timeline, found.footprint))
+    peak = max(rank.device_peak for rank in memory(timeline, found.footprint))
     # The rest is CUDA's and NCCL's own, and what the allocator cannot use.
     assert 0.75 * 29.8e9 < peak < 29.8e9
 

@@ -55,7 +55,7 @@ def test_the_fewest_that_fit_are_faster_and_never_exceed_the_memory():
     counts = fewest_recomputed(PLAN, SHAPE, SETUP, full.footprint, usable)
     found = estimate_with_counts(full, SHAPE, SETUP, counts)
     timeline = simulate(PLAN, found.costs)
-    peaks = [rank.device.peak_bytes for rank in memory(timeline, found.footprint)]
+    peaks = [rank.device_peak for rank in memory(timeline, found.footprint)]
     assert max(peaks) <= usable
     assert timeline.makespan_s < simulate(PLAN, full.costs).makespan_s
     # AIAO's last segment holds few micro-batches: it keeps all its layers, before any other does.
