@@ -23,6 +23,7 @@ from megatron.fold3d.config.spelling import flag_of, typed
 from megatron.fold3d.observe.fields import read_text
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.presets import preset_flags
+from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidates import Given
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
@@ -67,8 +68,10 @@ class Described:
             recompute=typed.recompute,
             context_parallel=self._fixed("context_parallel_size"),
             expert_parallel=self._fixed("expert_model_parallel_size"),
-            expert_tensor_parallel=args.expert_tensor_parallel_size or 0,
-            **precision_of(args, small_gradients=has_small_gradients(args)),
+            rest=Setup(
+                expert_tensor_parallel=args.expert_tensor_parallel_size or 0,
+                **precision_of(args, small_gradients=has_small_gradients(args)),
+            ),
         )
 
     def _fixed(self, name: str) -> int | None:
@@ -189,7 +192,7 @@ def has_small_gradients(args: Namespace) -> bool:
 
 
 def precision_of(args: Namespace, *, small_gradients: bool) -> dict[str, Any]:
-    """Return the fields of `Given` and `Setup` that say in how many bits gradients are summed.
+    """Return the fields of `Setup` that say in how many bits gradients are summed.
 
     Args:
         args: Megatron's namespace.

@@ -16,7 +16,10 @@ def plan_from(path: Path) -> Plan:
         PlanError: it holds no plan.
         OSError: it cannot be read.
     """
-    return parse_plan(_stdin()) if path == Path("-") else read_plan(path)
+    if path != Path("-"):
+        return read_plan(path)
+    with open(0, "rb", closefd=False) as stdin:  # sys.stdin is None where a shell closed it
+        return parse_plan(stdin.read())
 
 
 def sizes(plan: Plan) -> dict[str, Any]:
@@ -34,8 +37,3 @@ def in_words(num_ranks: int, num_segments: int, num_microbatches: int) -> str:
     """Return the sizes of a plan as a heading."""
     sizes = {"ranks": num_ranks, "segments": num_segments, "micro-batches": num_microbatches}
     return ", ".join(counted(number, things) for things, number in sizes.items())
-
-
-def _stdin() -> bytes:
-    with open(0, "rb", closefd=False) as stdin:  # sys.stdin is None where a shell closed it
-        return stdin.read()

@@ -7,7 +7,7 @@ take short forms beside them.
 
 import re
 import shlex
-from argparse import ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from textwrap import wrap
@@ -16,25 +16,13 @@ from typing import Any, get_args
 from megatron.fold3d.commands.console import suggestion
 from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.config.all_flags import add_arguments
-from megatron.fold3d.config.recompute_flags import counts_list
+from megatron.fold3d.config.recompute_flags import counts_or_auto
 from megatron.fold3d.config.retired_flags import add_retired_flags
+from megatron.fold3d.config.settings import attribute_of
 from megatron.fold3d.config.spelling import flag_of, typed
-from megatron.fold3d.plan.schedule_word import AUTO
+from megatron.fold3d.predict.cost_model.presets import FIELDS
 from megatron.fold3d.predict.cost_model.sizes import Recompute
 
-SIZES = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "seq_length": "seq_length",
-    "max_position_embeddings": "max_positions",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "kv_channels": "kv_channels",
-    "num_experts": "num_experts",
-    "moe_ffn_hidden_size": "expert_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size": "shared_expert_ffn_hidden_size",
-}
-"""Fields of a model's shape, by Megatron's attribute."""
 LATENT = {
     "q_lora_rank": 0,
     "kv_lora_rank": 32,
@@ -43,6 +31,9 @@ LATENT = {
     "v_head_dim": 128,
 }
 """Fields of a shape with multi-latent attention, and Megatron's defaults."""
+_IF_ASKED = ("num_query_groups", "rotary_base", "moe_router_topk", *LATENT)
+SIZES = {name: field for name, field in FIELDS.items() if name not in _IF_ASKED}
+"""Fields of a shape that a flag alone gives, by Megatron's attribute."""
 NOT_MODELLED = {
     "hybrid_layer_pattern": "layers that are no transformer's",
     "mtp_num_layers": "the layers of multi-token prediction",
@@ -116,11 +107,6 @@ _SWITCHED_OFF = {
     "disable_bias_linear": "add_bias_linear",
     "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
     "no_align_param_gather": "align_param_gather",
-}
-_ATTRIBUTES = {  # of flags that have another name
-    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
-    "fp8_format": "fp8",
-    "fp4_format": "fp4",
 }
 # What our rules read of a run where no flag says otherwise.
 _OF_RUNS: Mapping[str, Any] = {
@@ -255,23 +241,14 @@ def _parser() -> ArgumentParser:
     for name, known in _FLAGS.items():
         kind, default = (known, None) if isinstance(known, type) else (type(known), known)
         options = kinds.get(kind, {"type": kind})
-        attribute = _ATTRIBUTES.get(name, name)
-        parser.add_argument(flag_of(name), dest=attribute, default=default, **options)
+        flag = flag_of(name)
+        parser.add_argument(flag, dest=attribute_of(flag), default=default, **options)
     for name, attribute in _SWITCHED_OFF.items():
         parser.add_argument(flag_of(name), dest=attribute, action="store_false")
-    parser.add_argument("--layers", type=_counts_or_auto)
+    parser.add_argument("--layers", type=counts_or_auto)
     parser.add_argument("--recompute", choices=get_args(Recompute))
     parser.set_defaults(**_OF_RUNS)
     return parser
-
-
-def _counts_or_auto(text: str) -> tuple[int, ...] | str:
-    try:
-        return text if text == AUTO else counts_list(text)
-    except ArgumentTypeError:
-        raise ArgumentTypeError(
-            f"{text!r} is neither a list of numbers of layers such as 5,4,4,3 nor {AUTO}"
-        ) from None
 
 
 def _with_values(parser: ArgumentParser, words: Sequence[str]) -> Iterator[str]:

@@ -73,6 +73,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
     ]
     if problems:
         raise ValueError("\n".join(problems))
+    is_small = args.bf16 or args.fp16
     return Fold3DConfig(
         choice=_choice(args, segments),
         features=_features(args),
@@ -85,7 +86,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         auto_recompute_layers=args.recompute_layers == AUTO,
         recomputes_means=recomputes_means(args),
         activation_memory_bytes=args.activation_memory_bytes,
-        parameter_share=_parameter_share(args),
+        parameter_share=0.5 if is_small and args.accumulate_allreduce_grads_in_fp32 else 1.0,
         clips_or_scales=_clips_or_scales(args),
         trace=args.trace,
         trace_iterations=iterations(args.trace_iterations),
@@ -144,11 +145,6 @@ def _measured_keys(args: Namespace) -> Iterator[str]:
         yield "optimizer"
     if measures_shares(args):
         yield "share"
-
-
-def _parameter_share(args: Namespace) -> float:
-    is_small = args.bf16 or args.fp16
-    return 0.5 if is_small and args.accumulate_allreduce_grads_in_fp32 else 1.0
 
 
 def _clips_or_scales(args: Namespace) -> bool:

@@ -15,15 +15,12 @@ _KEEP_MEANS = {"global_aux_loss", "quantile_balancing"}
 
 
 def counts_or_auto(text: str) -> tuple[int, ...] | str:
-    """Read the value of ``--recompute-layers``: numbers of layers, or auto."""
-    return text if text == AUTO else counts_list(text)
-
-
-def counts_list(text: str) -> tuple[int, ...]:
-    """Read numbers of layers, separated by commas."""
+    """Read numbers of layers, one for each stage and separated by commas, or auto."""
+    if text == AUTO:
+        return text
     if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
         raise ArgumentTypeError(
-            f"{text!r} is neither a list of numbers of layers such as 2,1,0,0 nor {AUTO}"
+            f"{text!r} is neither a list of numbers of layers such as 4,3,3,2 nor {AUTO}"
         )
     return tuple(map(int, text.split(",")))
 

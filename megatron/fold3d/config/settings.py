@@ -76,11 +76,6 @@ def asked(args: Namespace, setting: str) -> str:
     return typed(flag, value) if flag.startswith("--") else setting
 
 
-def scales_by_order(args: Namespace) -> bool:
-    """Return True if fp8 scales follow from what a rank has computed before, in whatever order."""
-    return bool(args.fp8) and args.fp8_recipe == "delayed"
-
-
 def _named_of(schedules: Callable[[str], bool]) -> Callable[[Namespace], str]:
     def found(args: Namespace) -> str:
         schedule = word_of(args).order
@@ -99,17 +94,6 @@ def _more_shards(shards: str, ranks: str) -> Callable[[Namespace], bool]:
     return found
 
 
-def _blocking_p2p(args: Namespace) -> bool:
-    # Without virtual stages, validation turns the overlap off by itself.
-    turned_off = getattr(args, "virtual_pipeline_model_parallel_size", 1) is None
-    return not (args.overlap_p2p_comm or turned_off)
-
-
-def _group_below_ranks(args: Namespace) -> bool:
-    size = args.microbatch_group_size_per_vp_stage
-    return size is not None and bool(size < args.pipeline_model_parallel_size)
-
-
 def _shards_layers(args: Namespace) -> bool:
     # Validation replaces one attribute by the other.
     sharded = args.use_distributed_optimizer or getattr(
@@ -122,12 +106,6 @@ def _recomputes_selectively(args: Namespace) -> str:
     by_short_form = getattr(args, "recompute_activations", False)
     is_selective = args.recompute_granularity not in (None, "full") or by_short_form
     return "--recompute-granularity selective" if is_selective else ""
-
-
-def _shares_no_layers(args: Namespace) -> bool:
-    """Return True if tensor-parallel ranks share neither layers nor experts."""
-    shares_experts = args.num_experts and args.expert_model_parallel_size > 1
-    return args.tensor_model_parallel_size == 1 and not shares_experts
 
 
 def _weights_apart(args: Namespace) -> str:
@@ -208,14 +186,29 @@ _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
     "--expert-tensor-parallel-num-weight-shards above the ranks": _more_shards(
         "expert_tensor_parallel_num_weight_shards", "expert_tensor_parallel_size"
     ),
-    "--no-overlap-p2p-communication": _blocking_p2p,
+    # Without virtual stages, validation turns the overlap off by itself.
+    "--no-overlap-p2p-communication": lambda args: (
+        not (
+            args.overlap_p2p_comm
+            or getattr(args, "virtual_pipeline_model_parallel_size", 1) is None
+        )
+    ),
     "--optimizer that shards whole layers": _shards_layers,
     f"{_LAYOUT} with an m before the last stage": lambda args: (
         "m" in (args.pipeline_model_parallel_layout or "").rpartition("|")[0]
     ),
-    "--fp8-format with --fp8-recipe delayed": scales_by_order,
-    "--microbatch-group-size-per-virtual-pipeline-stage below the ranks": _group_below_ranks,
-    "--tensor-model-parallel-size 1 unless ranks share experts": _shares_no_layers,
+    # Scales follow from what a rank has computed before, in whatever order.
+    "--fp8-format with --fp8-recipe delayed": lambda args: (
+        bool(args.fp8) and args.fp8_recipe == "delayed"
+    ),
+    "--microbatch-group-size-per-virtual-pipeline-stage below the ranks": lambda args: (
+        args.microbatch_group_size_per_vp_stage is not None
+        and args.microbatch_group_size_per_vp_stage < args.pipeline_model_parallel_size
+    ),
+    "--tensor-model-parallel-size 1 unless ranks share experts": lambda args: (
+        args.tensor_model_parallel_size == 1
+        and not (args.num_experts and args.expert_model_parallel_size > 1)
+    ),
     "--recompute-granularity selective": _recomputes_selectively,
     "--recompute-granularity full": lambda args: (
         args.recompute_granularity == "full" or args.recompute_layers is not None

@@ -4,6 +4,8 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron.fold3d.config.run_folders import unwritable
+
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -39,9 +41,6 @@ def trace_problems(args: Namespace) -> Iterator[str]:
                 "to write to; give --trace DIR"
             )
         return
-
-    from megatron.fold3d.config.run_folders import unwritable
-
     yield from unwritable("--trace", args.trace, "traces")
     if chosen is not None and args.train_iters is not None and chosen[-1] > args.train_iters:
         yield (

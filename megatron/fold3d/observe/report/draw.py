@@ -142,7 +142,8 @@ class _Diagram:
         self.content = self.row + len(self.thin_lanes) * (self.thin + self.space)
         self.pitch = self.content + min(12.0, self.row / 3)
         self.bottom = self.top + (ranks - 1) * self.pitch + self.content
-        self.unit, self.unit_s = _unit(self.end_s)
+        units = ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)  # of which the first reads well
+        self.unit, self.unit_s = next((u for u in units if self.end_s >= u[1]), units[-1])
 
     def rows(self) -> Iterator[str]:
         """Yield what the ranks do."""
@@ -281,11 +282,6 @@ def _legend(y: float, looks: Container[str], shown: _Diagram) -> Iterator[str]:
         order = "lighter to darker: first to last segment"
         below = 20 if x + len(order) * 12.5 * 0.5 > WIDTH - _RIGHT else 0
         yield text(WIDTH - _RIGHT, y + 11.5 + below, 12.5, order, "soft", anchor="end")
-
-
-def _unit(end_s: float) -> tuple[str, float]:
-    """The unit in which a time reads best, and its seconds."""
-    return next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if end_s >= pair[1]), ("µs", 1e-6))
 
 
 def _tick_step(end_s: float) -> float:

@@ -7,7 +7,7 @@ the last one the final norm and the head, whether or not a layout writes its L t
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -47,7 +47,7 @@ class Parameters:
     @property
     def total(self) -> int:
         """All of them."""
-        return self.divided + self.whole + self.latent + self.experts + self.whole_experts
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,26 @@
 `SHAPES` is the only table of models, so training builds what the planner predicts.
 """
 
+from dataclasses import replace
+
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, Family, ModelShape, model_shape
 
 SCRIPTS: dict[Family, str] = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
 """Which script trains which models; Megatron-core runs no encoder-decoder in a pipeline."""
+
+_NAMES = (
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"),
+    *("ffn_hidden_size", "kv_channels", "num_query_groups", "rotary_base", "num_experts"),
+    *("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+)
+FIELDS = {name: name for name in _NAMES} | {
+    "max_position_embeddings": "max_positions",
+    "moe_router_topk": "experts_per_token",
+    "moe_ffn_hidden_size": "expert_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size": "shared_expert_ffn_hidden_size",
+}
+"""Fields of a shape that are sizes, by Megatron's attribute."""
 
 AS_GPT = ("cpm",)
 """Encoder-decoders whose preset is a GPT of the same depth, width and vocabulary."""
@@ -41,26 +57,8 @@ def shape_flags(shape: ModelShape) -> tuple[str, ...]:
 
     Its vocabulary is not among them: that comes with the tokenizer.
     """
-    sizes = {
-        "num-layers": shape.num_layers,
-        "hidden-size": shape.hidden_size,
-        "num-attention-heads": shape.num_attention_heads,
-        "seq-length": shape.seq_length,
-        "max-position-embeddings": shape.max_positions or shape.seq_length,
-        "ffn-hidden-size": shape.ffn_hidden_size,
-        "kv-channels": shape.kv_channels,
-        "num-query-groups": shape.num_query_groups,
-        "rotary-base": shape.rotary_base,
-        "num-experts": shape.num_experts,
-        "moe-router-topk": shape.experts_per_token,
-        "moe-ffn-hidden-size": shape.expert_ffn_hidden_size,
-        "moe-shared-expert-intermediate-size": shape.shared_expert_ffn_hidden_size,
-        "q-lora-rank": shape.q_lora_rank,
-        "kv-lora-rank": shape.kv_lora_rank,
-        "qk-head-dim": shape.qk_head_dim,
-        "qk-pos-emb-head-dim": shape.qk_pos_emb_head_dim,
-        "v-head-dim": shape.v_head_dim,
-    }
+    shape = replace(shape, max_positions=shape.max_positions or shape.seq_length)
+    sizes = {f"--{name.replace('_', '-')}": getattr(shape, field) for name, field in FIELDS.items()}
     dense, sparse = shape.num_dense_layers, shape.num_layers - shape.num_dense_layers
     switches = {
         "--group-query-attention": shape.num_query_groups,
@@ -75,6 +73,6 @@ def shape_flags(shape: ModelShape) -> tuple[str, ...]:
         f"--moe-layer-freq [0]*{dense}+[1]*{sparse}": dense,
     }
     return (
-        *(word for name, size in sizes.items() if size for word in (f"--{name}", str(size))),
+        *(word for flag, size in sizes.items() if size for word in (flag, str(size))),
         *(word for words, is_on in switches.items() if is_on for word in words.split()),
     )

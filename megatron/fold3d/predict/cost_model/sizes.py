@@ -103,12 +103,6 @@ class Setup:
         return self.gradient_bytes + 4 * self.accumulates_in_fp32 + received
 
     @property
-    def sent_bytes(self) -> int:
-        """The bytes that DP.sync sends of a parameter, but for the part (d - 1) / d of it."""
-        other = self.element_bytes if self.distributed_optimizer else self.gradient_bytes
-        return self.gradient_bytes + other
-
-    @property
     def optimizer_bytes(self) -> int:
         """The optimizer's bytes per parameter."""
         return _MOMENTS_BYTES + (0 if self.fp32 else _MASTER_BYTES)

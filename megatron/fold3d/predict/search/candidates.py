@@ -1,7 +1,7 @@
 """The planner's candidates: every split of a model that can run on a cluster."""
 
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import Any, Literal, Self
@@ -136,13 +136,10 @@ class Given:
     num_segments: int | None = None
     microbatch_size: int | None = None
     recompute: Recompute | None = None
-    fp32: bool = False
     context_parallel: int | None = 1
     expert_parallel: int | None = 1
-    expert_tensor_parallel: int = 0
-    small_gradients: bool = False
-    accumulates_in_fp32: bool = False
-    scatters_in_fp32: bool = False
+    rest: Setup = field(default_factory=Setup)
+    """What the planner never chooses: precision, and the ranks that share an expert."""
 
 
 FREE = Given()
@@ -162,24 +159,24 @@ def candidates(
     """
     microbatch_sizes = _choices(MICROBATCH_SIZES, given.microbatch_size)
     recomputes = _choices(RECOMPUTES, given.recompute)
+    # Ranks that share a layer's experts; more than a node has are across nodes.
+    expert_sizes = _divisors(shape.num_experts) or [1]
+    if given.expert_parallel is not None:
+        expert_sizes = [given.expert_parallel]
     for (t, p, c, dp), e, size, recompute in product(
-        _splits(shape, cluster, given), _expert_sizes(shape, given), microbatch_sizes, recomputes
+        _splits(shape, cluster, given), expert_sizes, microbatch_sizes, recomputes
     ):
         if global_batch_size % (dp * size):
             continue
-        setup = Setup(
+        setup = replace(
+            given.rest,
             tensor_parallel=t,
             data_parallel=dp,
             microbatch_size=size,
             sequence_parallel=t > 1,
             recompute=recompute,
-            fp32=given.fp32,
             context_parallel=c,
             expert_parallel=e,
-            expert_tensor_parallel=given.expert_tensor_parallel,
-            small_gradients=given.small_gradients,
-            accumulates_in_fp32=given.accumulates_in_fp32,
-            scatters_in_fp32=given.scatters_in_fp32,
         )
         if setup.num_replicas * t % prod(setup.expert_ranks):
             continue
@@ -192,13 +189,6 @@ def candidates(
         most = min(MOST_SEGMENTS, shape.num_layers // p) if p > 1 else 1
         for segments in _choices(range(1, most + 1), given.num_segments):
             yield from _of_segments(shape, stock, segments, assumed)
-
-
-def _expert_sizes(shape: ModelShape, given: Given) -> list[int]:
-    """Return how many ranks may share a layer's experts; more than a node has are across nodes."""
-    if given.expert_parallel is not None:
-        return [given.expert_parallel]
-    return _divisors(shape.num_experts) or [1]
 
 
 def _splits(

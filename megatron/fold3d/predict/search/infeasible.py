@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.bounds import Bounded
 from megatron.fold3d.predict.search.candidates import Candidate, Given, candidates
 
@@ -70,7 +71,7 @@ def nothing_fits(
         f"{shape.name} does not fit on {cluster.name}: the smallest split needs "
         f"{need / 2**30:.0f} GiB per GPU, found {cluster.gpu_memory_bytes / 2**30:.0f}"
     )
-    least = Given(microbatch_size=1, recompute="full", fp32=given.fp32)
+    least = Given(microbatch_size=1, recompute="full", rest=Setup(fp32=given.rest.fp32))
     more = cluster
     while more.num_gpus <= _MOST_GPUS:
         fit = min(
