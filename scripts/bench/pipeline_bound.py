@@ -23,7 +23,7 @@ from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.search.order_choice import worth_trying
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
-from megatron.fold3d.predict.simulator.lower_bound import lower_bound_s
+from megatron.fold3d.predict.simulator.lower_bound import Bounds
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 SHARES = (0.0, 0.2, 0.4, 0.8)  # of a stage's computation, that a transfer takes
@@ -59,13 +59,17 @@ def stock_s(num_ranks: int, num_microbatches: int, costs: partial[Costs]) -> dic
 
 def fastest(costs: Costs, num_ranks: int, num_microbatches: int, *, gaps: bool) -> Predicted:
     """Return 1F1B with the best number of forwards ahead, and weight gradients in gaps if asked."""
-    judge = Judge(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        costs=lambda _: costs,
-        features=Features(transfers=False),
-        link=OURS,
-    )
+
+    def judge(choice: Choice) -> Judge:
+        return Judge(
+            choice=choice,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            features=Features(transfers=False),
+            link=OURS,
+        )
+
     numbers = worth_trying(costs, num_ranks, num_microbatches)
     orders = [Choice.plain("1f1b", 1, ahead=number) for number in numbers]
     free = {"wgrad": ("backward", "gaps")} if gaps else {}
@@ -84,7 +88,7 @@ def rows(num_ranks: int, recompute: bool) -> Iterator[Sequence[str]]:
 
             one = costs(1)
             ahead, placed = (fastest(one, num_ranks, microbatches, gaps=g) for g in (False, True))
-            bound_s = lower_bound_s(ahead.order, one)
+            bound_s = Bounds(ahead.order, one).order_s
             yield (
                 f"{microbatches}",
                 f"{share:.0%}",

@@ -10,13 +10,7 @@ from megatron.fold3d.predict.search.settled import PredictedRun
 
 
 def tries(run: PredictedRun, config: Fold3DConfig) -> tuple[Predicted, ...]:
-    """Return stock's order, and what training is predicted to try behind it."""
-    search = search_of(run, config)
-    return search.first, *search.to_try()
-
-
-def search_of(run: PredictedRun, config: Fold3DConfig) -> Descent:
-    """Return the search that training is predicted to make.
+    """Return stock's order, and what training is predicted to try behind it.
 
     Args:
         run: the run, in stock's order.
@@ -27,8 +21,9 @@ def search_of(run: PredictedRun, config: Fold3DConfig) -> Descent:
     for key, seconds in (("step", costs.grad_sync_s), ("wgrad", costs.weight_s)):
         if not any(seconds):
             free.pop(key, None)
-    orders = orders_worth_trying(run, first, keeps_forwards=config.keeps_forwards)
-    return Descent(run, Space(orders=orders, free=free, tied=config.ties_embeddings))
+    orders = orders_worth_trying(run.judge, first, keeps_forwards=config.keeps_forwards)
+    search = Descent(run.judge, Space(orders=orders, free=free, tied=config.ties_embeddings))
+    return search.first, *search.to_try()
 
 
 def lines(stock: Predicted, tried: Sequence[Predicted]) -> Iterator[str]:

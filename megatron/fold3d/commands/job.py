@@ -76,7 +76,6 @@ def run_of(
         auto_recompute_layers=config.auto_recompute_layers,
         auto_ahead="ahead" in config.auto,
         auto_replicated=word.value("optimizer") == AUTO,
-        most_activations=config.choice.held,
     )
 
 
@@ -186,13 +185,15 @@ def setup_of(args: Namespace, data_parallel: int) -> Setup:
         data_parallel: replicas of the model.
     """
     small = (args.bf16 or args.fp16) and not args.accumulate_allreduce_grads_in_fp32
+    # Fused attention keeps no scores and computes them again, as selective recomputation.
+    otherwise: Recompute = "selective" if args.transformer_impl == "transformer_engine" else "none"
     return Setup(
         tensor_parallel=args.tensor_model_parallel_size,
         data_parallel=data_parallel,
         microbatch_size=args.micro_batch_size,
         sequence_parallel=args.sequence_parallel,
         distributed_optimizer=args.use_distributed_optimizer,
-        recompute=args.recompute_granularity or _without_recomputation(args),
+        recompute=args.recompute_granularity or otherwise,
         context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size,
         expert_tensor_parallel=args.expert_tensor_parallel_size or 0,
@@ -220,8 +221,3 @@ def left_out(args: Namespace) -> Iterator[str]:
         "--optimizer": args.optimizer != "adam",
     }
     return (flag for flag, given in flags.items() if given)
-
-
-def _without_recomputation(args: Namespace) -> Recompute:
-    """Fused attention keeps no scores and computes them again, as selective recomputation."""
-    return "selective" if args.transformer_impl == "transformer_engine" else "none"

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.fold3d.observe.report.playground import BEGIN, MOST_FORWARDS, Fixed, playground
-from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.predict.search.judge import Simulated
 from megatron.fold3d.predict.search.settled import PredictedRun
 
 
 def playground_page(
-    file: Path, name: str, run: PredictedRun, plan: Plan, timeline: Timeline, *, is_plain: bool
+    file: Path, name: str, run: PredictedRun, found: Simulated, *, is_plain: bool
 ) -> str:
     """Return the page.
 
@@ -19,13 +18,13 @@ def playground_page(
         file: the file that it is for.
         name: the name of the simulated run.
         run: the run, with the costs whose means the sliders begin with.
-        plan: its plan.
-        timeline: its timeline. It is shown as it is, unless the page simulates just that.
-        is_plain: whether the page simulates just that.
+        found: its plan and its timeline, which is shown as it is unless the page simulates that.
+        is_plain: whether it does.
 
     Raises:
         ValueError: the plan is too large for a page.
     """
+    plan = found.plan
     ranks, microbatches = plan.num_ranks, plan.num_microbatches
     if (forwards := plan.num_stages * microbatches) > MOST_FORWARDS:
         raise ValueError(
@@ -56,7 +55,7 @@ def playground_page(
         "first": c.preemptive,
         "shown": (*BEGIN["shown"], c.schedule),
     }
-    fixed = Fixed(name=name, timeline=timeline, peak_activations=peak_activations(plan))
+    fixed = Fixed(name=name, timeline=found.timeline, peak_activations=peak_activations(plan))
     return playground(
         settings,
         backward=of_rank(costs.backward_s) / forward_s,

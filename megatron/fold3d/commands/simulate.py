@@ -97,23 +97,21 @@ def run(args: Namespace) -> int:
         return OK
     its, order = its.settled()
     found = its.simulated(order)
-    plan, timeline = found.plan, found.timeline
     name = _name(its, config, said)
     if args.svg:
-        drawn = Pipeline("", caption_of(plan, timeline), timeline)
+        drawn = Pipeline("", caption_of(found.plan, found.timeline), found.timeline)
         args.svg.write_text(draw([drawn], title=name), encoding="utf-8")
     if args.html:
         from megatron.fold3d.commands.playground_page import playground_page
 
         is_plain = hardware is None and _is_plain(args, its.candidate)
-        page = playground_page(args.html, name, its, plan, timeline, is_plain=is_plain)
+        page = playground_page(args.html, name, its, found, is_plain=is_plain)
         args.html.write_text(page, encoding="utf-8")
     report = Report(
         name=name,
         run=its,
-        plan=plan,
-        timeline=timeline,
-        peaks=its.peaks(order, timeline),
+        found=found,
+        peaks=its.peaks(found),
         cluster=hardware,
         left_out=tuple(left_out(said.args)),
         layers=its.candidate.layers if said.args.layers is not None else None,

@@ -175,13 +175,8 @@ class AutoSchedule(Feature):
         found: list[Any] = [None]
         if dist.get_rank() == 0:
             layers = [m for m in iteration.chunks[-1].modules() if isinstance(m, TransformerLayer)]
-            search = partial(
-                self._search,
-                times,
-                room=times.room_bytes,
-                sizes=times.other_shard_bytes,
-                shard_shares=started_shares(len(layers), int(replicas)),
-            )
+            shares = started_shares(len(layers), int(replicas))
+            search = partial(self._search, times, shard_shares=shares)
             found = [self._predicted(search, iteration.plan.num_microbatches, int(replicas))]
         dist.broadcast_object_list(found, src=0)
         self._trials[self._size] = trial = Trial(found[0], times)

@@ -121,12 +121,13 @@ class RunEstimate:
             costs = _with_many_queues(costs)
         limit = None if known is None else usable_bytes(hardware)
         run, order = run_of(args, config, costs, shape, limit).settled()
-        timeline = run.simulated(order).timeline
+        found = run.simulated(order)
+        timeline = found.timeline
         row = mean(exposure(timeline))
         parts = {"bubble": row.bubble_s, "DP.sync": row.grad_sync_s, "PP.sync": row.p2p_s}
         return cls(
             timeline.period_s,
-            tuple(run.peaks(order, timeline)),
+            tuple(run.peaks(found)),
             ", ".join(f"{name} {row.share(seconds):.0%}" for name, seconds in parts.items()),
             tuple(_left_out(args, known)),
             tries(run, config) if known and config.choice.order == AUTO else (),

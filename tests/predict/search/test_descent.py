@@ -35,20 +35,20 @@ def search(
 ) -> Descent:
     known = costs or Costs.uniform(2 * segments, grad_sync_s=6.0, p2p_s=0.4)
 
-    def costs_of(choice: Choice) -> Costs:
+    def judge(choice: Choice) -> Judge:
         whole = choice.stages(num_ranks, optimizer="replicated")
-        return known.with_replicated(whole) if gathers else known
+        return Judge(
+            choice=choice,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            costs=known.with_replicated(whole) if gathers else known,
+            features=Features(
+                gathers_params=gathers, reduces_early=scope["reduces_early"], transfers=False
+            ),
+            link=Link(preemptive=False),
+            has_room=lambda plan: fits(choice, plan),
+        )
 
-    judge = Judge(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        costs=costs_of,
-        features=Features(
-            gathers_params=gathers, reduces_early=scope["reduces_early"], transfers=False
-        ),
-        link=Link(preemptive=False),
-        fits=fits,
-    )
     first = Choice.plain(stock_schedule(segments), segments, group=group)
     orders = orders_worth_trying(judge, first, keeps_forwards=keeps_forwards)
     return Descent(judge, Space(orders=orders, free=free_values(**scope)), most_actions)

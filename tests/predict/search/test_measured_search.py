@@ -94,6 +94,7 @@ def test_segments_are_replicated_as_far_as_memory_has_room():
         weight_s=(0.0,) * 8,
         transfer_s=0.1,
         grad_sync_s=(12.0,) * 8,
+        other_shard_bytes=(5.0,) * 4,
     )
     first = Choice.plain("interleaved", 4)
     search = partial(
@@ -103,11 +104,10 @@ def test_segments_are_replicated_as_far_as_memory_has_room():
         order=order_of(first, 2, 4),
         free={"optimizer": ("sharded", "replicated")},
         frees_order=True,
-        sizes=(5.0,) * 4,
     )
 
     def replicated(room: float, held: HeldSizes | None = None) -> int:
-        found = search(replace(times, held=held), room=room).to_try()
+        found = search(replace(times, held=held, room_bytes=room)).to_try()
         return max((len(one.choice.where(optimizer="replicated")) for one in found), default=0)
 
     assert replicated(room=4.0) == 0
@@ -126,21 +126,21 @@ def test_measured_all_reduces_are_halved_and_gathers_have_the_size_of_parameters
         weight_s=(0.0,) * 3,
         transfer_s=0.0,
         grad_sync_s=(6.0,) * 3,
+        other_shard_bytes=(0.0,) * 3,
     )
     first = Choice.plain("afab", 3)
     order = build("afab", num_ranks=1, num_segments=3, num_microbatches=2)
     measured = partial(
         measured_search,
-        times,
-        first,
+        first=first,
         features=Features(gathers_params=True),
         order=order,
         free={"optimizer": ("sharded", "replicated")},
-        sizes=(0.0,) * 3,
     )
-    (found,) = measured(parameter_share=1.0).to_try()
+    (found,) = measured(times, parameter_share=1.0).to_try()
     assert (found.order, str(found.choice)) == (order, "afab:optimizer=replicated@1")
     assert found.seconds == 30.0
     # Gathers of parameters in 16 bits take 1.5 s each: only the first one is exposed.
-    assert measured(parameter_share=0.5).first.seconds == pytest.approx(1.5 + 6 + 18 + 3)
-    assert measured(parameter_share=1.0, room=1.0, sizes=(2.0,) * 3).to_try() == []
+    assert measured(times, parameter_share=0.5).first.seconds == pytest.approx(1.5 + 6 + 18 + 3)
+    full = replace(times, room_bytes=1.0, other_shard_bytes=(2.0,) * 3)
+    assert measured(full, parameter_share=1.0).to_try() == []

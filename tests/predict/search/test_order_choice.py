@@ -16,12 +16,15 @@ from megatron.fold3d.predict.simulator.costs import Costs
 @pytest.mark.parametrize("num_microbatches", [2, 4, 8])
 def test_more_forwards_ahead_than_are_tried_gain_nothing(num_microbatches, transfer_s):
     costs = Costs.uniform(4, p2p_s=transfer_s)
-    judge = Judge(
-        num_ranks=4,
-        num_microbatches=num_microbatches,
-        costs=lambda _: costs,
-        features=Features(transfers=False),
-    )
+
+    def judge(choice: Choice) -> Judge:
+        return Judge(
+            choice=choice,
+            num_ranks=4,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            features=Features(transfers=False),
+        )
 
     def best(numbers: Iterable[int]) -> float:
         orders = [Choice.plain("1f1b", 1, ahead=number) for number in numbers]

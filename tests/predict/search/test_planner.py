@@ -31,6 +31,7 @@ pytestmark = pytest.mark.search
 
 SMALL = model_shape("12-1024-16-512")
 SLOW = cluster("a100x16-10g")
+FP32 = Setup(fp32=True)
 LARGE_QUEUE_PER_STREAM = replace(QUEUE_PER_STREAM, gpu_memory_bytes=2**40)
 
 
@@ -63,7 +64,7 @@ def test_memory_is_that_of_the_simulated_iteration():
     for candidate in chosen:
         known = judge.estimate(candidate)
         ranks = memory(timeline_of(candidate, known), known.footprint)
-        exact = max(rank.device.peak_bytes for rank in ranks)
+        exact = max(rank.device_peak for rank in ranks)
         item = judge.bounded(candidate)
         assert judge._simulate(item).device_bytes == pytest.approx(exact, rel=1e-9)
         assert item.device_bytes >= exact * (1 - 1e-9)
@@ -357,7 +358,7 @@ def test_offload_is_chosen_where_aiao_fits_in_no_other_way_and_the_host_has_room
 def test_a_share_that_training_measures_goes_before_one_that_is_hardly_faster():
     """On the testbed, whose runs agree: `scripts.bench.compare` in scripts/bench/LOG.md."""
     hosts = replace(cluster("testbedx4"), iteration_overhead_s=0.0945, ring_buffer_bytes=0)
-    given = Given(num_ranks=2, microbatch_size=1, fp32=True)
+    given = Given(num_ranks=2, microbatch_size=1, rest=FP32)
     first, *others = search(model_shape("testbed"), hosts, global_batch_size=16, given=given).best
     assert str(first.candidate.choice) == "aiao:step=next"
     assert first.candidate.num_segments == 8
@@ -367,7 +368,7 @@ def test_a_share_that_training_measures_goes_before_one_that_is_hardly_faster():
 
 
 def test_weight_gradients_are_delayed_on_request_where_that_hides_dp_sync():
-    hosts, given = cluster("testbedx4-0.35g"), Given(num_ranks=2, num_segments=4, fp32=True)
+    hosts, given = cluster("testbedx4-0.35g"), Given(num_ranks=2, num_segments=4, rest=FP32)
     usual, tried = (
         search(model_shape("testbed"), hosts, global_batch_size=16, given=given, assumed=assumed)
         for assumed in (frozenset(), frozenset({"delay-weight-grads"}))

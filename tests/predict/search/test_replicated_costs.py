@@ -21,11 +21,12 @@ SHARDED = replace(
 )
 
 
-def judge(costs: Costs = SHARDED) -> Judge:
+def judge(choice: Choice, costs: Costs = SHARDED) -> Judge:
     return Judge(
+        choice=choice,
         num_ranks=1,
         num_microbatches=2,
-        costs=lambda choice: costs.with_replicated(choice.where(optimizer="replicated")),
+        costs=costs.with_replicated(choice.where(optimizer="replicated")),
         features=Features(gathers_params=True, reduces_early=True, transfers=False),
         link=Link(preemptive=False),
         order=ORDER,
@@ -50,12 +51,12 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     ],
 )
 def test_bytes_move_from_the_forward_to_the_backward(word: str, seconds: float):
-    assert judge().predicted(Choice.parse(word, 3)).seconds == seconds
+    assert judge(Choice.parse(word, 3)).predicted().seconds == seconds
 
 
 def test_the_search_replicates_what_shortens_the_iteration():
     free = {"optimizer": ("sharded", "replicated")}
-    search = Descent(judge(), Space(orders=(Choice.plain("afab", 3),), free=free))
+    search = Descent(judge, Space(orders=(Choice.plain("afab", 3),), free=free))
     assert str(search.best.choice) == "afab:optimizer=replicated@1"
 
 
@@ -69,4 +70,4 @@ def test_the_search_replicates_what_shortens_the_iteration():
 )
 def test_reductions_to_shards_start_between_weight_gradients(word: str, exposed_s: float):
     costs = replace(SHARDED, weight_s=(1.5,) * 3)
-    assert judge(costs).predicted(Choice.parse(word, 3)).seconds == 9 + 2 + 18 + exposed_s
+    assert judge(Choice.parse(word, 3), costs).predicted().seconds == 9 + 2 + 18 + exposed_s

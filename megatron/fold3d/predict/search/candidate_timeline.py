@@ -8,6 +8,7 @@ the iteration.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import Features, GradSync, lower, order_of
@@ -23,7 +24,6 @@ from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.judge import Judge, Simulated
-from megatron.fold3d.predict.search.order_choice import held_sizes
 from megatron.fold3d.predict.simulator.link import Device, Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
@@ -73,91 +73,73 @@ def features_of(
     )
 
 
-def simulated(
+def judge_of(
     candidate: Candidate,
     estimate: Estimate,
-    order: Plan | None = None,
     *,
-    held: Callable[[Plan], HeldSizes] = HeldSizes.counted,
+    order: Plan | None = None,
+    memory_bytes: float | None = None,
     fits: Callable[[Simulated], bool] = lambda found: True,
     waits_for_sends: bool = True,
     connections: int | None = None,
-) -> Simulated:
-    """Return a candidate's fastest iterations, with weight gradients in any of the gaps.
+) -> Judge:
+    """Return what predicts a candidate's iterations.
 
     Args:
         candidate: the candidate to simulate.
         estimate: its costs.
-        order: an order of computation that replaces its schedule's.
-        held: what ranks may hold of an order whose weight gradients fill gaps.
-        fits: tells whether memory has room for iterations; those that fit go first.
+        order: as in `Judge`.
+        memory_bytes: a GPU's memory, which delayed weight gradients may fill; None is what the
+            fullest rank holds without them.
+        fits: as in `Judge`.
         waits_for_sends: whether stock Megatron waits for its transfers.
         connections: runs the same plan on GPUs with another number of hardware queues.
     """
     choice, late = candidate.choice, estimate.cuda_connections == 1
-    receives = [late]
-    if late and candidate.is_stock:  # has its own, no worse than ours
-        receives.append(False)
-    link = estimate.link(
-        preemptive=candidate.preemptive,
-        pause_share=PAUSE_SHARE,
-        sends_waited_for=_sends_waited_for(candidate) if waits_for_sends else frozenset(),
-        device=_device(candidate, estimate, connections),
-        overlap_tensor_parallel=bool(choice.pairs),
-    )
-    judges = [
-        Judge(
-            num_ranks=candidate.num_ranks,
-            num_microbatches=candidate.num_microbatches,
-            costs=lambda _: estimate.costs,
-            features=features_of(
-                candidate, transfers=late or bool(choice.pairs), receives_late=receives_late
-            ),
-            link=link,
-            offload=OffloadChoice() if candidate.offload else None,
-            cuts_slices=is_sliced(candidate, estimate),
-            held=held,
-            order=order,
+
+    def held(plan: Plan) -> HeldSizes:
+        """Return what micro-batches hold, and what is left for them on each rank's GPU."""
+        if memory_bytes is None or choice.held is not None:
+            return HeldSizes.counted(plan, choice.held)
+        known, ranks = estimate.footprint, plan.num_ranks
+        working = known.working_bytes or (0.0,) * plan.num_stages
+        left = (
+            memory_bytes - static - max(working[rank::ranks])
+            for rank, static in enumerate(known.static_bytes)
         )
-        for receives_late in receives
-    ]
-    found = [judge.simulated(choice, each) for judge in judges for each in judge.orders(choice)]
-    if len(found) == 1:  # reading a long timeline takes time
-        return found[0]
-    return min(found, key=lambda one: (not fits(one), one.seconds))
+        return HeldSizes(saved=known.saved_bytes, delayed=known.delayed_bytes, most=tuple(left))
+
+    return Judge(
+        choice=choice,
+        num_ranks=candidate.num_ranks,
+        num_microbatches=candidate.num_microbatches,
+        costs=estimate.costs,
+        features=features_of(candidate, transfers=late or bool(choice.pairs), receives_late=late),
+        may_receive_early=candidate.is_stock,  # has its own receives, no worse than ours
+        link=estimate.link(
+            preemptive=candidate.preemptive,
+            pause_share=PAUSE_SHARE,
+            sends_waited_for=_sends_waited_for(candidate) if waits_for_sends else frozenset(),
+            device=_device(candidate, estimate, connections),
+            overlap_tensor_parallel=bool(choice.pairs),
+        ),
+        offload=OffloadChoice() if candidate.offload else None,
+        cuts_slices=is_sliced(candidate, estimate),
+        held=held,
+        fits=fits,
+        order=order,
+    )
 
 
-def timeline_of(
-    candidate: Candidate,
-    estimate: Estimate,
-    *,
-    memory_bytes: float | None = None,
-    waits_for_sends: bool = True,
-    connections: int | None = None,
-) -> Timeline:
+def timeline_of(candidate: Candidate, estimate: Estimate, **options: Any) -> Timeline:
     """Return the simulated iterations of a candidate; the last one is steady.
 
     Args:
         candidate: the candidate to simulate.
         estimate: its costs.
-        memory_bytes: a GPU's memory, which delayed weight gradients may fill; None is what the
-            fullest rank holds without them.
-        waits_for_sends: as in `simulated`.
-        connections: as in `simulated`.
+        options: of `judge_of`.
     """
-
-    def held(order: Plan) -> HeldSizes:
-        if memory_bytes is None:
-            return HeldSizes.counted(order)
-        return held_sizes(estimate.footprint, order, memory_bytes)
-
-    return simulated(
-        candidate,
-        estimate,
-        held=held,
-        waits_for_sends=waits_for_sends,
-        connections=connections,
-    ).timeline
+    return judge_of(candidate, estimate, **options).simulated().timeline
 
 
 def many_queues_s(

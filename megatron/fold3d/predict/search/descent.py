@@ -6,7 +6,7 @@ two segments do. Weight gradients in gaps come last. It is deterministic, improv
 first, and may end at any time.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from math import inf
@@ -16,13 +16,16 @@ from megatron.fold3d.plan.compile import forward_only
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.schedules import FORWARDS_AHEAD
 from megatron.fold3d.policy.predicted import Predicted
-from megatron.fold3d.predict.search.judge import Predicts, num_actions
+from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.search.order_choice import worth_trying
 
 MOST_ACTIONS = 600_000
 """Of a search. At 30 us each these are 20 s; counted, so that slow machines find the same."""
 LEAST_GAIN = 0.002  # relative to an iteration, of each segment that takes memory
 _NEAR = 0.02  # what is further from the best so far is not improved by exchanges
+
+JudgeOf = Callable[[Choice], Judge]
+"""Returns what predicts a choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,15 +103,15 @@ class Space:
 
 
 class Descent:
-    """Searches a space for the choices that a judge predicts to be the fastest.
+    """Searches a space for the choices that are predicted to be the fastest.
 
     Args:
-        judge: predicts.
+        judge: returns what predicts a choice.
         space: what may be chosen.
         most_actions: how many are simulated; the first choice is simulated in any case.
 
     Attributes:
-        judge: predicts.
+        judge: returns what predicts a choice.
         space: what may be chosen.
         first: the prediction of the choice where the search begins.
         found: what was simulated; None could not run, did not fit, or would have been too much.
@@ -117,9 +120,9 @@ class Descent:
         PlanError: the choice where the search begins cannot run.
     """
 
-    def __init__(self, judge: Predicts, space: Space, most_actions: int = MOST_ACTIONS) -> None:
+    def __init__(self, judge: JudgeOf, space: Space, most_actions: int = MOST_ACTIONS) -> None:
         self.found: dict[Choice, Predicted | None] = {}
-        self.space, self.first = space, judge.predicted(space.first)
+        self.space, self.first = space, judge(space.first).predicted()
         self.judge, self._left = judge, most_actions
 
     @property
@@ -144,7 +147,7 @@ class Descent:
             (one for one in self.found.values() if one and self.price(one.choice) < most),
             key=lambda one: self.price(one.choice),
         )
-        sharded = self.judge.gathers_params
+        sharded = self.judge(self.space.first).features.gathers_params
         shards_behind = [
             bool(sharded and one.choice.where(optimizer="sharded", wgrad="behind"))
             for one in gaining
@@ -201,12 +204,12 @@ class Descent:
     def _predicted(self, choice: Choice) -> Predicted | None:
         if choice == self.space.first:
             return self.first
-        needed = num_actions(self.judge, choice)
-        if needed > self._left:
+        judge = self.judge(choice)
+        if judge.num_actions > self._left:
             return None
-        self._left -= needed
+        self._left -= judge.num_actions
         try:
-            predicted = self.judge.predicted(choice)
+            predicted = judge.predicted()
         except PlanError:
             return None
         return predicted if predicted.seconds < inf else None
@@ -234,7 +237,7 @@ class Descent:
 
 
 def orders_worth_trying(
-    judge: Predicts, first: Choice, *, keeps_forwards: bool = False
+    judge: JudgeOf, first: Choice, *, keeps_forwards: bool = False
 ) -> list[Choice]:
     """Return a choice, and it in the other orders that its model chunks can run in.
 
@@ -243,22 +246,23 @@ def orders_worth_trying(
         first: runs in stock's order.
         keeps_forwards: whether forwards have to keep their order, as with dropout.
     """
-    if judge.num_ranks == 1:
+    if judge(first).num_ranks == 1:
         return [first]  # one rank waits for no other: the order changes nothing
-    others = with_other_forwards_ahead(judge, first)
+    others = with_other_forwards_ahead(judge(first))
     if len(first.segments) > 1:
         others = [replace(first, order=name, group=None) for name in ("aiao", "breadth-first")]
-    found = {judge.plain_order(first): first}
-    forwards = forward_only(judge.plain_order(first))
+    found = {judge(first).plain_order: first}
+    forwards = forward_only(judge(first).plain_order)
     for other in others:
-        order = judge.plain_order(other)
+        order = judge(other).plain_order
         if not keeps_forwards or forward_only(order) == forwards:
             found.setdefault(order, other)
     return [*found.values()]
 
 
-def with_other_forwards_ahead(judge: Predicts, first: Choice) -> list[Choice]:
+def with_other_forwards_ahead(judge: Judge) -> list[Choice]:
     """Return a choice with other numbers of forwards ahead that may take the least time."""
+    first = judge.choice
     usual = first.ahead or FORWARDS_AHEAD[first.schedule]
-    numbers = worth_trying(judge.costs(first), judge.num_ranks, judge.num_microbatches)
+    numbers = worth_trying(judge.costs, judge.num_ranks, judge.num_microbatches)
     return [replace(first, ahead=number) for number in numbers if number != usual]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
-from typing import Protocol
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import Choice, Segment
@@ -31,35 +30,6 @@ def plain_order(choice: Choice, num_ranks: int, num_microbatches: int) -> Plan:
     """Return the order of a choice, with weight gradients in their backwards."""
     named = replace(choice, segments=(Segment(),) * len(choice.segments))
     return _order(named, num_ranks, num_microbatches)
-
-
-class Predicts(Protocol):
-    """What a search asks: a `Judge`, or what has one for each of its choices."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Pipeline ranks."""
-
-    @property
-    def num_microbatches(self) -> int:
-        """Micro-batches of an iteration."""
-
-    @property
-    def gathers_params(self) -> bool:
-        """Whether parameters are stepped in shards, and gathered."""
-
-    def costs(self, choice: Choice) -> Costs:
-        """Return the costs of the stages."""
-
-    def plain_order(self, choice: Choice) -> Plan:
-        """Return the order of a choice, with weight gradients in their backwards."""
-
-    def predicted(self, choice: Choice) -> Predicted:
-        """Return the prediction of a choice; its seconds are infinite if memory has no room.
-
-        Raises:
-            PlanError: it cannot run.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,53 +56,87 @@ class Simulated:
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """Predicts the iterations of choices.
+    """Predicts the iterations of a choice.
 
     Attributes:
+        choice: the choice.
         num_ranks: pipeline ranks.
         num_microbatches: micro-batches of an iteration.
-        costs: of the stages of a choice; with ``features.gathers_params``, of reduce-scatters and
-            all-gathers.
+        costs: of its stages; with ``features.gathers_params``, of reduce-scatters and all-gathers.
         features: what the run has beside its choice.
+        may_receive_early: whether the run may post its receives early instead of late.
         link: how links are shared.
         offload: which saved activations are offloaded to host memory.
         cuts_slices: whether DP.sync of a choice with slices is simulated in slices. Where streams
             share no queue these hold up nothing, and need not be.
-        fits: tells whether memory has room for a choice and its plan.
+        has_room: tells whether memory has room for a plan; without room it is not simulated.
+        fits: tells whether memory had room for iterations; those that fit go first.
         held: what ranks may hold of an order whose weight gradients fill gaps.
-        order: takes the place of the order that a choice names, a file's for example.
+        order: takes the place of the order that the choice names, a file's for example.
     """
 
+    choice: Choice
     num_ranks: int
     num_microbatches: int
-    costs: Callable[[Choice], Costs]
+    costs: Costs
     features: Features
+    may_receive_early: bool = False
     link: Link = PLAIN
     offload: OffloadChoice | None = None
     cuts_slices: bool = False
-    fits: Callable[[Choice, Plan], bool] = lambda choice, plan: True
+    has_room: Callable[[Plan], bool] = lambda plan: True
+    fits: Callable[[Simulated], bool] = lambda found: True
     held: Callable[[Plan], HeldSizes] = HeldSizes.counted
     order: Plan | None = None
 
     @property
-    def gathers_params(self) -> bool:
-        """Whether parameters are stepped in shards, and gathered."""
-        return self.features.gathers_params
+    def plain_order(self) -> Plan:
+        """The order of the choice, with weight gradients in their backwards."""
+        return self.order or plain_order(self.choice, self.num_ranks, self.num_microbatches)
 
-    def predicted(self, choice: Choice) -> Predicted:
-        """Return the prediction of a choice; its seconds are infinite if memory has no room.
+    @property
+    def num_actions(self) -> int:
+        """How many computations a prediction simulates, roughly."""
+        order = self.plain_order
+        once = sum(map(len, order.programs))
+        places = 3 * order.num_segments if self.choice.fills_gaps else 1
+        return once * places * (4 if self.choice.carries else 1)
+
+    def predicted(self) -> Predicted:
+        """Return the prediction; its seconds are infinite if memory has no room.
 
         Raises:
-            PlanError: it cannot run.
+            PlanError: the choice cannot run.
         """
-        found = [self._predicted(choice, order) for order in self.orders(choice)]
-        return min(found, key=lambda one: one.seconds)
+        if (found := self._fastest()) is None:
+            order = next(self._orders())
+            return Predicted(choice=self.choice, seconds=inf, order=order)
+        seconds = found.seconds if self.fits(found) else inf
+        return Predicted(
+            choice=self.choice, seconds=seconds, order=found.order, shares=found.shares
+        )
 
-    def plain_order(self, choice: Choice) -> Plan:
-        """Return the order of a choice, with weight gradients in their backwards."""
-        return self.order or plain_order(choice, self.num_ranks, self.num_microbatches)
+    def simulated(self) -> Simulated:
+        """Return the fastest iterations, with weight gradients in any of the gaps.
 
-    def orders(self, choice: Choice) -> Iterator[Plan]:
+        Raises:
+            PlanError: the choice cannot run, or memory has no room.
+        """
+        if (found := self._fastest()) is None:
+            raise PlanError(f"{self.choice}: memory has no room for it")
+        return found
+
+    def _fastest(self) -> Simulated | None:
+        ways = [self.features]
+        if self.may_receive_early and self.features.receives_late:
+            ways.append(replace(self.features, receives_late=False))
+        plans = [(order, self._whole(order, way), way) for way in ways for order in self._orders()]
+        found = [self._run(*each) for each in plans if self.has_room(each[1])]
+        if len(found) == 1:  # reading a long timeline takes time
+            return found[0]
+        return min(found, key=lambda one: (not self.fits(one), one.seconds), default=None)
+
+    def _orders(self) -> Iterator[Plan]:
         """Yield the order, or what it is with weight gradients in different gaps.
 
         If memory has no room for them, they stay in their backwards.
@@ -140,38 +144,23 @@ class Judge:
         Raises:
             PlanError: the costs have no time of weight gradients to place.
         """
-        order = self.plain_order(choice)
-        if not choice.fills_gaps or order.has(*WEIGHT_OPS):
+        order = self.plain_order
+        if not self.choice.fills_gaps or order.has(*WEIGHT_OPS):
             yield order
             return
-        times = stage_times(self.costs(choice))
+        times = stage_times(self.costs)
         try:
             yield from placed_orders(order, times, self.held(order))
         except PlanError:
             yield order
 
-    def simulated(self, choice: Choice, order: Plan) -> Simulated:
-        """Simulate a choice in an order of computation.
+    def _whole(self, order: Plan, features: Features) -> Plan:
+        whole = replace(self.choice, slices=None)
+        return lower(order, whole, features, offload=self.offload)
 
-        Raises:
-            PlanError: it cannot run.
-        """
-        return self._run(choice, order, self._whole(choice, order))
-
-    def _whole(self, choice: Choice, order: Plan) -> Plan:
-        whole = replace(choice, slices=None)
-        return lower(order, whole, self.features, offload=self.offload)
-
-    def _predicted(self, choice: Choice, order: Plan) -> Predicted:
-        plan = self._whole(choice, order)
-        if not self.fits(choice, plan):
-            return Predicted(choice=choice, seconds=inf, order=order)
-        found = self._run(choice, order, plan)
-        return Predicted(choice=choice, seconds=found.seconds, order=order, shares=found.shares)
-
-    def _run(self, choice: Choice, order: Plan, plan: Plan) -> Simulated:
+    def _run(self, order: Plan, plan: Plan, features: Features) -> Simulated:
         """Simulate a plan whose sums are whole; first find the shares, and cut the slices."""
-        costs, link, shares = self.costs(choice), self.link, tuple[float, ...]()
+        choice, costs, link, shares = self.choice, self.costs, self.link, tuple[float, ...]()
         if not choice.carries:
             costs = _stepping_last(costs, self.num_ranks)
         else:
@@ -181,19 +170,11 @@ class Judge:
                 shares = auto_shares(plan, costs, alone)
         if self.cuts_slices:
             cut = replace(choice, slices=True)
-            plan = lower(order, cut, self.features, shares=shares, offload=self.offload)
+            plan = lower(order, cut, features, shares=shares, offload=self.offload)
         elif choice.carries:
             plan = with_shares(plan, costs, shares)
         timeline = steady_state(plan, costs, link)
         return Simulated(order=order, plan=plan, timeline=timeline, shares=shares)
-
-
-def num_actions(judge: Predicts, choice: Choice) -> int:
-    """Return how many computations a prediction simulates, roughly."""
-    order = judge.plain_order(choice)
-    once = sum(map(len, order.programs))
-    places = 3 * order.num_segments if choice.fills_gaps else 1
-    return once * places * (4 if choice.carries else 1)
 
 
 def _stepping_last(costs: Costs, num_ranks: int) -> Costs:

@@ -31,8 +31,6 @@ def measured_search(
     keeps_forwards: bool = False,
     tied: bool = False,
     parameter_share: float = 1.0,
-    room: float = float("inf"),
-    sizes: Sequence[float] = (),
     shard_shares: tuple[tuple[float, float], ...] = (),
     preemptive: bool = False,
 ) -> Descent:
@@ -49,56 +47,11 @@ def measured_search(
         keeps_forwards: whether forwards have to keep their order.
         tied: as in `Space`.
         parameter_share: bytes of the parameters, as a share of those of their gradients.
-        room: bytes that every rank has free.
-        sizes: the bytes that a rank takes more for each segment that is replicated.
         shard_shares: as in `Link`.
         preemptive: as in `Link`.
     """
-    costs, held = costs_from_times(times), times.held
-    if features.gathers_params:
-        halves = tuple(s / 2 for s in times.grad_sync_s)
-        gathers = times.param_gather_s or tuple(s * parameter_share for s in halves)
-        costs = replace(costs, grad_sync_s=halves, param_gather_s=gathers)
-
-    def fits(choice: Choice, plan: Plan) -> bool:
-        more = sum(sizes[number] for number in choice.where(optimizer="replicated"))
-        if held is None:
-            return more <= room
-        peaks = zip(held.peaks(plan), held.most, strict=True)
-        return all(peak + more <= most for peak, most in peaks)
-
-    def may_hold(plan: Plan) -> HeldSizes:
-        is_counted = held is None or first.held is not None
-        return HeldSizes.counted(plan, first.held) if is_counted or held is None else held
-
-    def costs_of(choice: Choice) -> Costs:
-        whole = choice.stages(order.num_ranks, optimizer="replicated")
-        return costs.with_replicated(whole) if features.gathers_params and whole else costs
-
-    judge = Judge(
-        num_ranks=order.num_ranks,
-        num_microbatches=order.num_microbatches,
-        costs=costs_of,
-        features=replace(features, transfers=False),
-        link=Link(preemptive=preemptive, shard_shares=shard_shares),
-        fits=fits,
-        held=may_hold,
-        order=None if frees_order or frees_ahead else order,
-    )
-    orders = [first]
-    if frees_order:
-        orders = orders_worth_trying(judge, first, keeps_forwards=keeps_forwards)
-    elif frees_ahead:
-        orders += with_other_forwards_ahead(judge, first)
-    if order.num_ranks == 1 and "wgrad" in free:
-        free = {**free, "wgrad": [value for value in free["wgrad"] if value != "gaps"]}
-    return Descent(judge, Space(orders=orders, free=free, tied=tied))
-
-
-def costs_from_times(times: MeasuredTimes) -> Costs:
-    """Return the costs of a run that has measured ``times``."""
     parts = zip(times.backward_s, times.recompute_s, times.weight_s, strict=True)
-    return Costs(
+    costs = Costs(
         forward_s=times.forward_s,
         backward_s=tuple(map(sum, parts)),
         weight_s=times.weight_s,
@@ -109,3 +62,44 @@ def costs_from_times(times: MeasuredTimes) -> Costs:
         grad_sync_s=times.grad_sync_s,
         optimizer_s=times.optimizer_s,
     )
+    held = times.held
+    if features.gathers_params:
+        halves = tuple(s / 2 for s in times.grad_sync_s)
+        gathers = times.param_gather_s or tuple(s * parameter_share for s in halves)
+        costs = replace(costs, grad_sync_s=halves, param_gather_s=gathers)
+
+    def may_hold(plan: Plan) -> HeldSizes:
+        is_counted = held is None or first.held is not None
+        return HeldSizes.counted(plan, first.held) if is_counted or held is None else held
+
+    def judge(choice: Choice) -> Judge:
+        whole = choice.stages(order.num_ranks, optimizer="replicated")
+
+        def has_room(plan: Plan) -> bool:
+            replicated = choice.where(optimizer="replicated")
+            more = sum(times.other_shard_bytes[number] for number in replicated)
+            if held is None:
+                return more <= times.room_bytes
+            peaks = zip(held.peaks(plan), held.most, strict=True)
+            return all(peak + more <= most for peak, most in peaks)
+
+        return Judge(
+            choice=choice,
+            num_ranks=order.num_ranks,
+            num_microbatches=order.num_microbatches,
+            costs=costs.with_replicated(whole) if features.gathers_params and whole else costs,
+            features=replace(features, transfers=False),
+            link=Link(preemptive=preemptive, shard_shares=shard_shares),
+            has_room=has_room,
+            held=may_hold,
+            order=None if frees_order or frees_ahead else order,
+        )
+
+    orders = [first]
+    if frees_order:
+        orders = orders_worth_trying(judge, first, keeps_forwards=keeps_forwards)
+    elif frees_ahead:
+        orders += with_other_forwards_ahead(judge(first))
+    if order.num_ranks == 1 and "wgrad" in free:
+        free = {**free, "wgrad": [value for value in free["wgrad"] if value != "gaps"]}
+    return Descent(judge, Space(orders=orders, free=free, tied=tied))

@@ -1,14 +1,7 @@
-"""What ``ahead=auto`` and ``wgrad=gaps`` may choose, from the costs and the memory of a run."""
+"""What ``ahead=auto`` and ``wgrad=gaps`` may choose, from the costs of a run."""
 
-from megatron.fold3d.observe.memory_curve import Footprint
-from megatron.fold3d.plan.ir import Plan, PlanError
-from megatron.fold3d.plan.memory import peak_activations
-from megatron.fold3d.plan.ops import WAYS
-from megatron.fold3d.plan.passes.place_weight_grads import (
-    HeldSizes,
-    StageTimes,
-    place_as_if_equal,
-)
+from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.passes.place_weight_grads import StageTimes
 from megatron.fold3d.policy.forwards_ahead import forwards_that_hide
 from megatron.fold3d.predict.simulator.costs import Costs
 
@@ -47,24 +40,3 @@ def stage_times(costs: Costs) -> StageTimes:
         weight_s=tuple(weight_s + costs.split_s for weight_s in costs.weight_s),
         transfer_s=costs.p2p_latency_s + costs.p2p_s,
     )
-
-
-def check_most(plan: Plan, most: int) -> None:
-    """Return if an order runs with so many activations on each rank.
-
-    Raises:
-        PlanError: it does not; the first forward above the limit is marked.
-    """
-    if max(peak_activations(plan)) > most:
-        place_as_if_equal(plan.select(way.compute for way in WAYS), most)
-
-
-def held_sizes(footprint: Footprint, plan: Plan, memory_bytes: float) -> HeldSizes:
-    """Return the bytes that micro-batches hold, and what is left for them on each rank's GPU."""
-    ranks = plan.num_ranks
-    working = footprint.working_bytes or (0.0,) * plan.num_stages
-    left = (
-        memory_bytes - static - max(working[rank::ranks])
-        for rank, static in enumerate(footprint.static_bytes)
-    )
-    return HeldSizes(saved=footprint.saved_bytes, delayed=footprint.delayed_bytes, most=tuple(left))

@@ -431,8 +431,8 @@ def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
         device_bytes, host_bytes = plain_bytes, 0.0
         if has_curve:
             ranks = memory(timeline, item.estimate.footprint)
-            device_bytes = max(rank.device.peak_bytes for rank in ranks)
-            host_bytes = max(rank.host.peak_bytes for rank in ranks)
+            device_bytes = max(rank.device_peak for rank in ranks)
+            host_bytes = max(rank.host_peak for rank in ranks)
         return iteration_s, device_bytes, host_bytes, *exposed
 
     line = None

@@ -6,15 +6,15 @@ from math import inf
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features, lower
-from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.plan.compile import Features
 from megatron.fold3d.policy.num_segments import Segments, by_iteration_time
 from megatron.fold3d.policy.partition import Layers, Partition, best_partition
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
+from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.search.rank_work import rank_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
-from megatron.fold3d.predict.simulator.simulate import TOLERANCE, steady_state
+from megatron.fold3d.predict.simulator.simulate import TOLERANCE
 
 WORTH_UNEVEN = 0.01  # measured times are not better than that
 # Layouts simulated for a number of segments: fewer where an iteration has more computations.
@@ -40,21 +40,16 @@ class SimulatedRun:
 
     def timeline(self, num_segments: int, costs: Costs) -> Timeline:
         """Return iterations until they are steady."""
-        order = build(
-            self.schedule,
+        choice = Choice.plain(self.schedule, num_segments, share=1.0)
+        judge = Judge(
+            choice=choice.changed(step="next" if self.deferred else "end"),
             num_ranks=self.num_ranks,
-            num_segments=num_segments,
             num_microbatches=self.num_microbatches,
+            costs=costs,
+            features=Features(transfers=False),
+            link=Link(grad_sync_order="edf" if self.deferred else "fifo", preemptive=False),
         )
-        choice = Choice.plain(self.schedule, num_segments)
-        if self.deferred:
-            choice = choice.changed(step="next")
-        plan = lower(order, choice, Features(transfers=False))
-        link = Link(
-            grad_sync_order="edf" if self.deferred else "fifo",
-            preemptive=False,
-        )
-        return steady_state(plan, costs, link)
+        return judge.simulated().timeline
 
 
 def by_simulation(

@@ -9,29 +9,23 @@ from math import inf
 from typing import Any, Self
 
 from megatron.fold3d.observe.memory_curve import memory
-from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.ops import WAYS
 from megatron.fold3d.plan.passes.pairs import check_pairs
-from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
+from megatron.fold3d.plan.passes.place_weight_grads import place_as_if_equal
 from megatron.fold3d.policy.partition import Layers, best_partition
-from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.recompute_by_stage import fewest_recomputed
 from megatron.fold3d.predict.cost_model.sharded_footprint import sharded_footprint
-from megatron.fold3d.predict.search.candidate_timeline import computed, plan_of, simulated
+from megatron.fold3d.predict.search.candidate_timeline import computed, judge_of
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.descent import Descent, Space
-from megatron.fold3d.predict.search.judge import Simulated, plain_order
-from megatron.fold3d.predict.search.order_choice import (
-    check_most,
-    held_sizes,
-    stage_times,
-    worth_trying,
-)
+from megatron.fold3d.predict.search.judge import Judge, Simulated
+from megatron.fold3d.predict.search.order_choice import stage_times, worth_trying
 from megatron.fold3d.predict.search.rank_work import rank_times
-from megatron.fold3d.predict.simulator.costs import Costs
 
 _MOST_LAYOUTS = 100
 
@@ -50,8 +44,6 @@ class PredictedRun:
         auto_recompute_layers: whether the number of layers that stages recompute is.
         auto_ahead: whether the number of forwards ahead is.
         auto_replicated: whether the segments are that every replica steps in full.
-        most_activations: that a rank holds with weight gradients in gaps; None stands for as many
-            as the fullest rank holds without, if memory is not known.
         how: how layers were chosen.
     """
 
@@ -64,7 +56,6 @@ class PredictedRun:
     auto_recompute_layers: bool = False
     auto_ahead: bool = False
     auto_replicated: bool = False
-    most_activations: int | None = None
     how: str = ""
 
     @property
@@ -72,64 +63,35 @@ class PredictedRun:
         """The costs and the memory of the candidate."""
         return self.estimate(self.candidate)
 
-    @property
-    def num_ranks(self) -> int:
-        """Pipeline ranks."""
-        return self.candidate.num_ranks
+    def judge(self, choice: Choice, order: Plan | None = None) -> Judge:
+        """Return what predicts the run with a choice in place of its own.
 
-    @property
-    def num_microbatches(self) -> int:
-        """Micro-batches of an iteration."""
-        return self.candidate.num_microbatches
-
-    @property
-    def gathers_params(self) -> bool:
-        """Whether parameters are stepped in shards, and gathered."""
-        return self.candidate.setup.distributed_optimizer
-
-    def costs(self, choice: Choice) -> Costs:
-        """Return the costs of the stages."""
-        return self._choosing(choice).known.costs
-
-    def plain_order(self, choice: Choice) -> Plan:
-        """Return the order of a choice, with weight gradients in their backwards."""
-        return self.file_order or plain_order(choice, self.num_ranks, self.num_microbatches)
-
-    def predicted(self, choice: Choice) -> Predicted:
-        """Return the prediction of a choice; its seconds are infinite if memory has no room.
-
-        Raises:
-            PlanError: it cannot run.
+        Args:
+            choice: the choice.
+            order: an order of computation that replaces the choice's, and the file's.
         """
-        run = self._choosing(choice)
-        found = run.simulated()
-        return Predicted(
-            choice=choice,
-            order=found.order,
-            shares=found.shares,
-            seconds=found.seconds if run._fits(found) else inf,
+        run = self if choice == self.candidate.choice else self._with(choice=choice)
+        return judge_of(
+            run.candidate,
+            run.known,
+            order=order or self.file_order,
+            memory_bytes=self.usable_bytes,
+            fits=run._fits,
         )
 
     def simulated(self, order: Plan | None = None) -> Simulated:
         """Return the plan and its simulated iterations; the last one is steady."""
-        return simulated(
-            self.candidate,
-            self.known,
-            order or self.file_order,
-            held=self.held_sizes,
-            fits=self._fits,
-        )
+        return self.judge(self.candidate.choice, order).simulated()
 
-    def peaks(self, order: Plan, timeline: Timeline) -> list[float]:
+    def peaks(self, found: Simulated) -> list[float]:
         """Return the most bytes that each rank's GPU holds; nothing without a model."""
         if self.shape is None:
             return []
         known, c = self.known, self.candidate
         footprint = known.footprint
         if c.shards != "off":
-            freeing = plan_of(c, order)
-            footprint = sharded_footprint(footprint, freeing, known.gradient_bytes, c.setup)
-        return [rank.device.peak_bytes for rank in memory(timeline, footprint)]
+            footprint = sharded_footprint(footprint, found.plan, known.gradient_bytes, c.setup)
+        return [rank.device_peak for rank in memory(found.timeline, footprint)]
 
     def settled(self) -> tuple[Self, Plan]:
         """Return the run with choices for what is open in it, and its order of computation.
@@ -142,23 +104,14 @@ class PredictedRun:
             check_pairs(order)
         return run, order
 
-    def held_sizes(self, plan: Plan) -> HeldSizes:
-        """Return what micro-batches hold, and what ranks may hold."""
-        if self.usable_bytes is None or self.most_activations is not None:
-            return HeldSizes.counted(plan, self.most_activations)
-        return held_sizes(self.known.footprint, plan, self.usable_bytes)
-
     def _with(self, **changed: Any) -> Self:
         return replace(self, candidate=replace(self.candidate, **changed))
-
-    def _choosing(self, choice: Choice) -> Self:
-        return self if choice == self.candidate.choice else self._with(choice=choice)
 
     def _fits(self, found: Simulated) -> bool:
         """Tell whether memory has room; if that is not known, it has."""
         if self.usable_bytes is None:
             return True
-        return max(self.peaks(found.order, found.timeline), default=0.0) <= self.usable_bytes
+        return max(self.peaks(found), default=0.0) <= self.usable_bytes
 
     def _with_layers(self) -> Self:
         if not self.auto_layers or self.shape is None:
@@ -180,7 +133,7 @@ class PredictedRun:
                 run = self._with(layers=layers)._with_counts()
             except ValueError:  # not even with all layers recomputed
                 return inf
-            return run.predicted(c.choice).seconds
+            return run.judge(c.choice).predicted().seconds
 
         times = None
         are_alike = len({*map(shape.layer_flops, range(shape.num_layers))}) == 1
@@ -214,17 +167,20 @@ class PredictedRun:
         first, free = self.candidate.choice, dict[str, tuple[str, ...]]()
         orders = [first]
         if self.auto_ahead:
-            numbers = worth_trying(self.known.costs, self.num_ranks, self.num_microbatches)
+            c = self.candidate
+            numbers = worth_trying(self.known.costs, c.num_ranks, c.num_microbatches)
             orders = [replace(first, ahead=number) for number in numbers]
         if first.fills_gaps:
             stage_times(self.known.costs)  # or there is nothing to place
             free["wgrad"] = "backward", "gaps"
-            if self.most_activations is not None:
-                check_most(self.plain_order(orders[0]), self.most_activations)
+            order = self.judge(orders[0]).plain_order
+            if first.held is not None and max(peak_activations(order)) > first.held:
+                # Refuses the first forward above the limit.
+                place_as_if_equal(order.select(way.compute for way in WAYS), first.held)
         if self.auto_replicated:
             free["optimizer"] = "sharded", "replicated"
         if not free and len(orders) == 1:
-            return self, self.plain_order(first)
-        tied = self.num_ranks > 1 and not getattr(self.shape, "untied", True)
-        best = Descent(self, Space(orders=orders, free=free, tied=tied)).best
-        return self._choosing(best.choice), best.order
+            return self, self.judge(first).plain_order
+        tied = self.candidate.num_ranks > 1 and not getattr(self.shape, "untied", True)
+        best = Descent(self.judge, Space(orders=orders, free=free, tied=tied)).best
+        return self._with(choice=best.choice), best.order
