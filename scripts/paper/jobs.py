@@ -150,7 +150,7 @@ def _measured(task: Task, folder: Path) -> Iteration | None:
     row = run.row or Breakdown(of_rank=(Exposure(forward_s=1.0),))
     traced = row.iteration
     longer = spread.median_ms / 1e3 / traced.total_s  # the log has more iterations than the trace
-    parts = {part: seconds * longer for part, seconds in asdict(traced).items()}
+    parts = {part: seconds * longer for part, seconds in traced._asdict().items()}
     offloaded = row.offloaded_bytes
     return Iteration(
         parts=Exposure(**parts),

@@ -162,7 +162,7 @@ def _speed_table(compared: Comparison) -> Iterator[tuple[str, ...]]:
     known = {
         title: texts
         for name, title in _SPEEDS.items()
-        if any(texts := [_number(speed[name]) for speed in speeds])
+        if any(texts := ["" if (n := s[name]) is None else f"{n:.4g}" for s in speeds])
     }
     last = runs[-1].name
     yield "", "ms per iteration (quartiles)", *known, f"speed-up by {last} (95% CI)"
@@ -247,10 +247,6 @@ def _speed(run: Run) -> dict[str, float | None]:
     }
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
 def _losses_svg(runs: Sequence[Run]) -> str:
     if not any(run.losses() for run in runs):
         raise ValueError("--svg: no run has a loss in its log; drop --svg")
@@ -321,7 +317,7 @@ def _as_json(runs: Sequence[Run], compared: Comparison | None) -> dict[str, Any]
                 if run.times_s
                 else None,
                 **_speed(run),
-                "exposure": asdict(run.row.iteration) if run.row else None,
+                "exposure": run.row.iteration._asdict() if run.row else None,
             }
             for run in runs
         ],

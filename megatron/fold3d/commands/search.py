@@ -3,7 +3,6 @@
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -171,7 +170,7 @@ def _as_json(found: Found, user: Described, cluster: Cluster) -> dict[str, Any]:
             **rates_of(choice, shape, cluster),
             "device_bytes": choice.device_bytes,
             "host_bytes": choice.host_bytes,
-            "exposure": asdict(choice.exposed),
+            "exposure": choice.exposed._asdict(),
             "limited_by": choice.limit,
         }
 

@@ -74,6 +74,8 @@ def read_config(args: Namespace) -> Fold3DConfig:
     if problems:
         raise ValueError("\n".join(problems))
     is_small = args.bf16 or args.fp16
+    # Megatron 0.19.2 has no flag for the threshold; an attribute set in another way is obeyed.
+    skips = math.isfinite(getattr(args, "grad_norm_skip_threshold", math.inf))
     return Fold3DConfig(
         choice=_choice(args, segments),
         features=_features(args),
@@ -87,7 +89,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         recomputes_means=recomputes_means(args),
         activation_memory_bytes=args.activation_memory_bytes,
         parameter_share=0.5 if is_small and args.accumulate_allreduce_grads_in_fp32 else 1.0,
-        clips_or_scales=_clips_or_scales(args),
+        clips_or_scales=bool(args.clip_grad > 0 or skips or args.fp16 or args.loss_scale),
         trace=args.trace,
         trace_iterations=iterations(args.trace_iterations),
         records_tp_sync=records_tp_sync(args),
@@ -145,9 +147,3 @@ def _measured_keys(args: Namespace) -> Iterator[str]:
         yield "optimizer"
     if measures_shares(args):
         yield "share"
-
-
-def _clips_or_scales(args: Namespace) -> bool:
-    # Megatron 0.19.2 has no flag for the threshold; an attribute set in another way is obeyed.
-    skips = math.isfinite(getattr(args, "grad_norm_skip_threshold", math.inf))
-    return bool(args.clip_grad > 0 or skips or args.fp16 or args.loss_scale)

@@ -1,7 +1,7 @@
 """A row of the paper's Table II for a timeline: the time of an iteration, memory and FLOP/s."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
@@ -128,11 +128,10 @@ def layer_sync_s(timeline: Timeline, lane: Lane) -> float | None:
 
 def shown_columns(*rows: Exposure) -> list[str]:
     """Return the fields to show: Table II's, and any other that is not zero in all rows."""
-    seconds = [asdict(row) for row in rows]
     return [
         name
         for name in COLUMNS
-        if name not in _NOT_IN_THE_PAPER or any(row[name] for row in seconds)
+        if name not in _NOT_IN_THE_PAPER or any(getattr(row, name) for row in rows)
     ]
 
 

@@ -6,7 +6,7 @@ message has not been sent yet, the idle time is bubble, no matter what delayed t
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_to, reload_to
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline
@@ -14,8 +14,7 @@ from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.plan.ops import P2P_OPS, TABLE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exposure:
+class Exposure(NamedTuple):
     """Seconds of one rank in one iteration, by cause."""
 
     forward_s: float = 0.0
@@ -29,7 +28,7 @@ class Exposure:
     @property
     def total_s(self) -> float:
         """The iteration."""
-        return float(sum(asdict(self).values()))
+        return sum(self)
 
     @property
     def bubble_ratio(self) -> float:
@@ -39,7 +38,7 @@ class Exposure:
 
     def to_dict(self) -> dict[str, float]:
         """Return all seconds by name, with the total."""
-        return {**asdict(self), "total_s": self.total_s}
+        return {**self._asdict(), "total_s": self.total_s}
 
     def share(self, seconds: float) -> float:
         """Return seconds as part of the iteration."""
@@ -56,8 +55,7 @@ def exposure(timeline: Timeline, iteration: int = -1) -> tuple[Exposure, ...]:
 
 def mean(rows: Iterable[Exposure]) -> Exposure:
     """Return the mean over ranks."""
-    columns = [asdict(row) for row in rows]
-    return Exposure(**{name: sum(c[name] for c in columns) / len(columns) for name in columns[0]})
+    return Exposure(*(sum(column) / len(column) for column in zip(*rows, strict=True)))
 
 
 def _rank_exposure(timeline: Timeline, rank: int, iteration: int, makespan_s: float) -> Exposure:
@@ -68,7 +66,7 @@ def _rank_exposure(timeline: Timeline, rank: int, iteration: int, makespan_s: fl
     spans = [span for span in timeline.ranks[rank] if span.iteration == number]
     arriving = (Lane.P2P, Lane.COPY)
     arrivals = {span.action: span for span in spans if span.lane in arriving and span.action}
-    seconds = dict.fromkeys(Exposure.__dataclass_fields__, 0.0)
+    seconds = dict.fromkeys(Exposure._fields, 0.0)
     free_s = ends[number - 1] if number else 0.0
     for span in (span for span in spans if span.lane in BUSY_LANES):
         if span.start_s > free_s:

@@ -1,4 +1,4 @@
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
@@ -114,7 +114,7 @@ def test_processes_beside_each_other_find_what_one_finds(monkeypatch):
 
 def test_nothing_is_replicated_for_less_than_one_percent():
     def judged(candidate: Candidate, iteration_s: float) -> JudgedCandidate:
-        nothing = Exposure(**{field.name: 0.0 for field in fields(Exposure)})
+        nothing = Exposure()
         return JudgedCandidate(candidate, iteration_s, 0.0, nothing)
 
     plain, replicated = judged(AIAO, 1.005), judged(AIAO.changed((1,), optimizer="replicated"), 1.0)

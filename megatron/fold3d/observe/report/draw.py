@@ -149,7 +149,8 @@ class _Diagram:
         """Yield what the ranks do."""
         yield f'<g class="{self.scope}">\n'
         yield from self._backgrounds()
-        yield from self._grid()
+        for x in map(self.x, self._ticks()):
+            yield f'<path class="line" d="M{x:.1f} {self.top - 4:.1f}V{self.bottom + 6:.1f}"/>\n'
         for rank in range(self.timeline.num_ranks):
             yield from self._rank(rank)
         yield from self._iteration_ends()
@@ -192,10 +193,6 @@ class _Diagram:
     def _ticks(self) -> Iterator[float]:
         step_s = _tick_step(self.end_s)
         yield from (i * step_s for i in range(floor(self.end_s / step_s + 1e-9) + 1))
-
-    def _grid(self) -> Iterator[str]:
-        for x in map(self.x, self._ticks()):
-            yield f'<path class="line" d="M{x:.1f} {self.top - 4:.1f}V{self.bottom + 6:.1f}"/>\n'
 
     def _rank(self, rank: int) -> Iterator[str]:
         spans = self.timeline.ranks[rank]

@@ -97,12 +97,6 @@ class Setup:
         return 2 if self.small_gradients else 4
 
     @property
-    def held_gradient_bytes(self) -> int:
-        """The bytes of memory for a parameter's gradient, with what an all-to-all brings."""
-        received = self.gradient_bytes if self.scatters_in_fp32 else 0
-        return self.gradient_bytes + 4 * self.accumulates_in_fp32 + received
-
-    @property
     def optimizer_bytes(self) -> int:
         """The optimizer's bytes per parameter."""
         return _MOMENTS_BYTES + (0 if self.fp32 else _MASTER_BYTES)
@@ -169,7 +163,9 @@ def held_parameters(shape: ModelShape, setup: Setup, split: Split) -> tuple[Held
 
 def static_bytes(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> list[float]:
     """Return, per pipeline rank, the constant bytes of parameters, gradients and optimizer."""
-    whole, optimizer = setup.element_bytes + setup.held_gradient_bytes, setup.optimizer_bytes
+    # A gradient, its sum over micro-batches, and what an all-to-all brings of it.
+    gradient = setup.gradient_bytes * (1 + setup.scatters_in_fp32) + 4 * setup.accumulates_in_fp32
+    whole, optimizer = setup.element_bytes + gradient, setup.optimizer_bytes
     shares = (1.0, 1.0)
     if setup.distributed_optimizer:
         shares = (1 / setup.num_replicas, 1 / setup.num_expert_replicas)

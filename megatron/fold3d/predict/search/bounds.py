@@ -85,7 +85,9 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
             bound_s = max(bound_s, synced_s)
         else:
             step_s = sum(costs.optimizer_s[rank :: candidate.num_ranks])
-            late_s = start_s + compute_s - _hiding_s(candidate, costs, rank) + synced_s
+            # One group's backwards follow the last segment's last one.
+            *others_s, _ = costs.backward_s[rank :: candidate.num_ranks]
+            late_s = start_s + compute_s - candidate.group * sum(others_s) + synced_s
             left_s = _delayed_s(candidate, costs, rank)
             own_s = start_s + max(compute_s, compute_s - left_s + sync_s[rank] - inside_s)
             bound_s = max(bound_s, own_s + step_s, late_s - inside_s + step_s)
@@ -149,12 +151,6 @@ def _messages_s(candidate: Candidate, estimate: Estimate) -> float:
             sent[source] += 1
             sent[target] += 1
     return max(sent) * candidate.num_microbatches * estimate.costs.p2p_s
-
-
-def _hiding_s(candidate: Candidate, costs: Costs, rank: int) -> float:
-    """Return a rank's computation after the last segment's last backward: one group's backwards."""
-    *others, _ = costs.backward_s[rank :: candidate.num_ranks]
-    return candidate.group * sum(others)
 
 
 def _most_copied(candidate: Candidate, of_stage: Sequence[float]) -> float:

@@ -62,13 +62,16 @@ def features_of(
 ) -> Features:
     """Return what a candidate has beside its choice."""
     choice = candidate.choice
+    grad_sync: GradSync = "aligned" if candidate.is_stock else "overlap"
+    if candidate.sums_last or candidate.schedule == "1f1b":
+        grad_sync = "serial"  # the hooks of 1F1B start in the last backward, if at all
     return Features(
         gathers_params=candidate.setup.distributed_optimizer,
         shards_params=candidate.shards != "off",
         shards_grads=candidate.shards == "gradients",
         transfers=transfers,
         receives_late=receives_late,
-        grad_sync="overlap" if choice.carries else _grad_sync(candidate),
+        grad_sync="overlap" if choice.carries else grad_sync,
         reduces_early=candidate.reduces_early or bool(choice.where(wgrad="behind")),
     )
 
@@ -240,12 +243,6 @@ def _device(candidate: Candidate, estimate: Estimate, connections: int | None) -
         # With preemption a thread of its own launches slices, so the host runs on.
         most_outstanding=None if candidate.preemptive else MOST_OUTSTANDING,
     )
-
-
-def _grad_sync(candidate: Candidate) -> GradSync:
-    if candidate.sums_last or candidate.schedule == "1f1b":
-        return "serial"  # the hooks of 1F1B start in the last backward, if at all
-    return "aligned" if candidate.is_stock else "overlap"
 
 
 def computed(candidate: Candidate) -> Plan:

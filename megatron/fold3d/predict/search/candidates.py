@@ -241,27 +241,23 @@ def _of_segments(
     if ranks > 1 and segments > 1 and "offload" in assumed:
         aiao = Choice.plain("aiao", segments)
         orders.append(replace(stock, choice=aiao, layers=layers, offload=True))
-    sharded = replace(stock.setup, distributed_optimizer=True)
+    setup = stock.setup
+    sharded = replace(setup, distributed_optimizer=True)
+    # There has to be DP.sync to interrupt, and streams that overtake each other: with tensor or
+    # context parallelism a search assumes Megatron's one hardware queue.
+    may_preempt = "preemptive-comm" in assumed and setup.num_replicas > 1
+    may_preempt &= setup.tensor_parallel == setup.context_parallel == 1
     for order in orders:
         yield order
-        if stock.setup.num_replicas > 1:
+        if setup.num_replicas > 1:
             if not order.is_stock:
                 yield order.changed(step="next")
             yield replace(order, setup=sharded)
-        if "preemptive-comm" in assumed and not order.is_stock and _can_preempt(stock.setup):
+        if may_preempt and not order.is_stock:
             first = replace(order, preemptive=True)
             yield first
             yield first.changed(step="next")
             yield replace(first, setup=sharded)
-
-
-def _can_preempt(setup: Setup) -> bool:
-    """True if there is DP.sync to interrupt, and streams may overtake each other.
-
-    With tensor or context parallelism a search assumes Megatron's one hardware queue, with which
-    the preemptive communicator cannot work.
-    """
-    return setup.num_replicas > 1 and setup.tensor_parallel == setup.context_parallel == 1
 
 
 def _choices[T](all_: tuple[T, ...] | range | list[int], given: T | None) -> list[T]:

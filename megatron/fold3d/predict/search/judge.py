@@ -130,7 +130,12 @@ class Judge:
         ways = [self.features]
         if self.may_receive_early and self.features.receives_late:
             ways.append(replace(self.features, receives_late=False))
-        plans = [(order, self._whole(order, way), way) for way in ways for order in self._orders()]
+        whole = replace(self.choice, slices=None)
+        plans = [
+            (order, lower(order, whole, way, offload=self.offload), way)
+            for way in ways
+            for order in self._orders()
+        ]
         found = [self._run(*each) for each in plans if self.has_room(each[1])]
         if len(found) == 1:  # reading a long timeline takes time
             return found[0]
@@ -153,10 +158,6 @@ class Judge:
             yield from placed_orders(order, times, self.held(order))
         except PlanError:
             yield order
-
-    def _whole(self, order: Plan, features: Features) -> Plan:
-        whole = replace(self.choice, slices=None)
-        return lower(order, whole, features, offload=self.offload)
 
     def _run(self, order: Plan, plan: Plan, features: Features) -> Simulated:
         """Simulate a plan whose sums are whole; first find the shares, and cut the slices."""

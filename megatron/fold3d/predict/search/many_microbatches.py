@@ -13,7 +13,7 @@ simulated. Extrapolation requires all of the following; otherwise all micro-batc
 """
 
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from math import ceil, lcm
 
 from megatron.fold3d.observe.exposure import exposure, mean
@@ -31,7 +31,7 @@ _FAR = 1 << 20  # groups; from here on the bottleneck alone says how long they t
 
 def measures(timeline: Timeline) -> tuple[float, ...]:
     """Return the measures of a candidate: the time of its iteration, and its parts."""
-    return timeline.period_s, *astuple(mean(exposure(timeline)))
+    return timeline.period_s, *mean(exposure(timeline))
 
 
 def extended(

@@ -440,8 +440,7 @@ def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
         line = extended(candidate, item.estimate, simulated, measured)
     found = measured(simulated(candidate)) if line is None else line
     iteration_s, device_bytes, host_bytes, *exposed = found
-    rows = dict(zip(Exposure.__dataclass_fields__, exposed, strict=True))
-    return JudgedCandidate(candidate, iteration_s, device_bytes, Exposure(**rows), host_bytes)
+    return JudgedCandidate(candidate, iteration_s, device_bytes, Exposure(*exposed), host_bytes)
 
 
 def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate, ...]:
