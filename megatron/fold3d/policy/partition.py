@@ -9,7 +9,7 @@ all, and the result is exact.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 
@@ -99,32 +99,30 @@ def best_partition(
     )
 
 
+@dataclass(slots=True)
 class _Search:
     """The best layout so far, and the times of all that were tried."""
 
-    def __init__(
-        self,
-        iteration_s: Callable[[Layers], float],
-        times: RankTimes | None,
-        most_simulated: int,
-    ) -> None:
-        self._iteration_s, self._times, self._left = iteration_s, times, most_simulated
-        self.known: dict[Layers, float] = {}
-        self.best: Layers = ()
-        self.best_s = inf
+    iteration_s: Callable[[Layers], float]
+    times: RankTimes | None
+    left: int
+    """How many layouts may still be simulated."""
+    known: dict[Layers, float] = field(default_factory=dict)
+    best: Layers = ()
+    best_s: float = inf
 
     def look_at(self, layers: Layers) -> None:
         if layers in self.known:
             return
-        self._left -= 1
-        seconds = self.known[layers] = self._iteration_s(layers)
+        self.left -= 1
+        seconds = self.known[layers] = self.iteration_s(layers)
         if not self.best or seconds < self.best_s * (1 - _ALIKE):
             self.best, self.best_s = layers, seconds
 
     def moves_one_layer(self) -> bool:
         """Make the most promising move of one layer that helps; return whether there was one."""
         before = self.best
-        if self._left > 0:
+        if self.left > 0:
             self._look_at_those_that_could_be_better(list(_moves(before)), only_one=True)
         return self.best != before
 
@@ -155,7 +153,7 @@ class _Search:
         for layers in sorted(layouts, key=self._bound_s):
             if self._bound_s(layers) >= self.best_s * (1 - _ALIKE):
                 return True  # as all that follow
-            if layers not in self.known and self._left <= 0:
+            if layers not in self.known and self.left <= 0:
                 return False
             self.look_at(layers)
             if only_one and self.best != before:
@@ -163,7 +161,7 @@ class _Search:
         return True
 
     def _bound_s(self, layers: Layers) -> float:
-        return 0.0 if self._times is None else self._times.iteration_s(layers)
+        return 0.0 if self.times is None else self.times.iteration_s(layers)
 
 
 def _balanced(start: Layers, times: RankTimes) -> Layers:
@@ -177,10 +175,15 @@ def _balanced(start: Layers, times: RankTimes) -> Layers:
     for _ in range(sum(start) - len(start)):
         idlest = min(range(ranks), key=lambda r: times.rank_s[r] + times.layer_s * of_rank[r])
         of_rank[idlest] += 1
+    return over_segments(of_rank, segments)
+
+
+def over_segments(of_rank: Sequence[int], num_segments: int) -> Layers:
+    """Return the layers of each stage, from those of each rank; its first stages may have more."""
     return tuple(
-        of_rank[rank] // segments + (segment < of_rank[rank] % segments)
-        for segment in range(segments)
-        for rank in range(ranks)
+        layers // num_segments + (segment < layers % num_segments)
+        for segment in range(num_segments)
+        for layers in of_rank
     )
 
 

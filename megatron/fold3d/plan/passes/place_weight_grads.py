@@ -131,19 +131,18 @@ class _Rank:
     placed: list[Action] = field(default_factory=list)
 
 
+@dataclass
 class _Play:
     """Simulates all ranks; a rank decides when its computation ends and when a tensor arrives."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        times: StageTimes,
-        held: HeldSizes,
-        at_end: Container[int],
-        overrun: float,
-    ) -> None:
-        self.plan, self.times, self.held = plan, times, held
-        self.at_end, self.overrun = at_end, overrun
+    plan: Plan
+    times: StageTimes
+    held: HeldSizes
+    at_end: Container[int]
+    overrun: float
+
+    def __post_init__(self) -> None:
+        plan, times = self.plan, self.times
         self.seconds = {Op.FORWARD: times.forward_s, Op.BACKWARD: times.backward_s}
         self.ranks = [_Rank(*numbered) for numbered in enumerate(plan.programs)]
         # By who reads it, once its computation has begun. Data and the loss are there.

@@ -1,5 +1,7 @@
 """How many layers each stage holds where stages cannot hold equally many."""
 
+from megatron.fold3d.policy.partition import over_segments
+
 
 def layers_of_stages(num_layers: int, num_ranks: int, num_segments: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, as even as possible over ranks, then over stages.
@@ -12,9 +14,4 @@ def layers_of_stages(num_layers: int, num_ranks: int, num_segments: int) -> tupl
     of_rank = [each] * num_ranks
     for rank in order[:left] if num_ranks > 1 else ():
         of_rank[rank] += 1
-    stages = [0] * (num_ranks * num_segments)
-    for rank, layers in enumerate(of_rank):
-        few, more = divmod(layers, num_segments)
-        for segment in range(num_segments):
-            stages[segment * num_ranks + rank] = few + (segment < more)
-    return tuple(stages)
+    return over_segments(of_rank, num_segments)

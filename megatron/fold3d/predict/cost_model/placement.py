@@ -87,15 +87,11 @@ def gpus_together(setup: Setup) -> int:
 def _nodes(gpus_per_node: int, setup: Setup, num_ranks: int) -> tuple[tuple[int, ...], ...]:
     """Return the node of each replica, for each pipeline rank."""
     together = gpus_together(setup)
-    inside, outside = together // setup.tensor_parallel, setup.num_replicas
-    if setup.order == "tp-pp-dp":
-        outside //= inside
-    else:
-        outside = 1
+    inside = together // setup.tensor_parallel
     return tuple(
         tuple(
             ((group * num_ranks + rank) * together + i * setup.tensor_parallel) // gpus_per_node
-            for group in range(outside)
+            for group in range(setup.num_replicas // inside)
             for i in range(inside)
         )
         for rank in range(num_ranks)

@@ -7,7 +7,7 @@ the backward is cut into parts there.
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_from, reader_of, source_of
 from megatron.fold3d.plan.device_queues import (
@@ -93,12 +93,18 @@ class Items:
         computed = 0  # items of the compute stream so far
 
         def item(
-            kind: Kind, stream: Stream, action: Action, seconds: float = 0.0, *rest: Any
+            kind: Kind,
+            stream: Stream,
+            action: Action,
+            seconds: float = 0.0,
+            needs: _Needs = (),
+            fact: int = NO_FACT,
+            first: int = 0,
         ) -> Item:
             nonlocal computed
             after = computed
             computed += stream is Stream.COMPUTE
-            return Item(kind, stream, action, seconds, after, *rest)
+            return Item(kind, stream, action, seconds, after, needs, fact, first)
 
         def part_of(
             kind: Kind, step: Step, needs: _Needs = (), *, part: int = 0, count: int = 1
@@ -109,14 +115,14 @@ class Items:
             return item(kind, stream, step.action, step.seconds / count, needs, fact, step.first)
 
         def wait_for(action: Action, fact: int, ago: int = 0) -> Item:
-            return item(Kind.WAIT, Stream.COMPUTE, action, 0.0, ((fact, ago),))
+            return item(Kind.WAIT, Stream.COMPUTE, action, needs=((fact, ago),))
 
         for index, step in enumerate(program):
             action, op = step.action, step.action.op
             if op in P2P_OPS:
                 arrival = self._arrival(action)
                 stream = stream_of(action, alternates=alternates)
-                yield item(Kind.TRANSFER, stream, action, 0.0, (), arrival)
+                yield item(Kind.TRANSFER, stream, action, fact=arrival)
                 if op in SEND_OPS and source_of(message_from(action)).op in of_stock:
                     yield wait_for(action, arrival)
             elif op in SYNC_OPS:
@@ -141,7 +147,7 @@ class Items:
                     cut = self.num_facts  # by a collective of its node
                     self.num_facts += 1
                     yield part_of(Kind.COMPUTE, step, needs, part=0, count=2)
-                    yield item(Kind.COPY, Stream.TP_SYNC, action, 0.0, (), cut)
+                    yield item(Kind.COPY, Stream.TP_SYNC, action, fact=cut)
                     yield wait_for(action, cut)
                     yield part_of(Kind.COMPUTE, step, needs, part=1, count=2)
                     if reduction is not None:
