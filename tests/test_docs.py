@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.plan.schedule_word import VALUES
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS, preset_flags
@@ -140,7 +140,7 @@ def _check_training(parser: ArgumentParser, words: Sequence[str]) -> None:
     assert all(f'"{flag}"' in OWN_SCRIPT.read_text() for flag in own[::2])  # each with a value
     assert not own or script == OWN_SCRIPT.name
     preset = preset_flags(args.model_preset, families[script]) if args.model_preset else ()
-    Fold3DConfig.from_args(parser.parse_known_args([*preset, *flags])[0])
+    read_config(parser.parse_known_args([*preset, *flags])[0])
 
 
 def _check_script(words: Sequence[str]) -> None:

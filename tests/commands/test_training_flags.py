@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.commands.training_flags import layout_of, training_flags
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.schedule_flags import group_of
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import cluster
@@ -52,7 +52,7 @@ def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
     )
     flags = training_flags(model_shape("gpt3-18b"), cluster("a100x64"), candidate)
     args = parser.parse_args(shlex.split(flags))
-    config = Fold3DConfig.from_args(args)
+    config = read_config(args)
     assert config.choice.order == candidate.choice.order
     assert (config.num_ranks, config.num_segments) == (4, segments)
     assert args.global_batch_size == 2 * 4 * 8

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.fold3d.config.all_flags import megatron_defaults
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 from tests.config.rows import ORDERS, Row, option_of, rows
 from tests.config.test_fold3d_config import MODEL, given_on
 
@@ -75,7 +75,7 @@ def problems(parser: ArgumentParser, line: str) -> set[str]:
 
 def said(args: Namespace) -> Iterator[str]:
     try:
-        Fold3DConfig.from_args(args)
+        read_config(args)
     except ValueError as error:
         yield from str(error).splitlines()
 

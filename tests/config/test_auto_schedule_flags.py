@@ -5,6 +5,7 @@ from argparse import ArgumentParser
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 
 MODEL = (
     "--num-layers 12 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --device cpu "
@@ -17,7 +18,7 @@ ZERO = f"{REDUCE} --use-distributed-optimizer --overlap-param-gather"
 
 
 def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
-    return Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {line}".split()))
+    return read_config(parser.parse_args(f"{MODEL} {line}".split()))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 from tests.config.rows import Row, option_of, rows
 
 NEEDED = "--schedule aiao:step=next:share=0.5 --overlap-grad-reduce"
@@ -25,18 +25,18 @@ def parse(parser: ArgumentParser) -> Parse:
 
 def problems(args: Namespace) -> list[str]:
     with pytest.raises(ValueError) as raised:  # noqa: PT011  # the caller looks at every line
-        Fold3DConfig.from_args(args)
+        read_config(args)
     return str(raised.value).splitlines()
 
 
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 def test_a_share_from_0_to_1_is_taken(parse: Parse, share: float) -> None:
-    config = Fold3DConfig.from_args(parse(f"{NEEDED} --schedule aiao:step=next:share={share}"))
+    config = read_config(parse(f"{NEEDED} --schedule aiao:step=next:share={share}"))
     assert (config.choice.share, config.choice.carries) == (share, True)
 
 
 def test_a_share_is_measured_unless_the_word_says_it(parse: Parse) -> None:
-    config = Fold3DConfig.from_args(parse(f"{NEEDED} --schedule aiao:step=next"))
+    config = read_config(parse(f"{NEEDED} --schedule aiao:step=next"))
     assert (config.choice.share, config.auto) == (None, {"share"})
 
 
@@ -44,15 +44,15 @@ def test_an_automatic_share_of_the_distributed_optimizer_is_all_unless_weights_a
     parse: Parse,
 ) -> None:
     sharded = f"{NEEDED} --schedule aiao:step=next --use-distributed-optimizer --segments 2"
-    config = Fold3DConfig.from_args(parse(sharded))
+    config = read_config(parse(sharded))
     assert (config.choice.share, config.auto) == (1.0, set())
     delayed = (
         "--schedule aiao:step=next:wgrad=last@1 --transformer-impl local "
         "--no-gradient-accumulation-fusion"
     )
-    config = Fold3DConfig.from_args(parse(f"{sharded} {delayed}"))
+    config = read_config(parse(f"{sharded} {delayed}"))
     assert (config.choice.share, config.auto) == (None, {"share"})
-    assert not Fold3DConfig.from_args(parse(NEEDED)).auto
+    assert not read_config(parse(NEEDED)).auto
 
 
 @pytest.mark.parametrize("share", ["-0.1", "1.5"])
@@ -62,14 +62,14 @@ def test_backward_share_outside_0_to_1_is_refused(parse: Parse, share: str) -> N
 
 
 def test_nothing_is_deferred_unless_asked_for(parse: Parse) -> None:
-    config = Fold3DConfig.from_args(parse("--segments 2"))
+    config = read_config(parse("--segments 2"))
     assert (config.choice.share, config.choice.carries) == (None, False)
 
 
 def test_backward_share_defers_all_stages(parse: Parse) -> None:
-    both = Fold3DConfig.from_args(parse(f"{NEEDED} --segments 2"))
+    both = read_config(parse(f"{NEEDED} --segments 2"))
     assert both.choice.where(step="next") == (0, 1)
-    alone = Fold3DConfig.from_args(parse(f"{NEEDED} --pipeline-model-parallel-size 1"))
+    alone = read_config(parse(f"{NEEDED} --pipeline-model-parallel-size 1"))
     assert alone.choice.where(step="next") == (0,)
 
 
@@ -86,18 +86,18 @@ def test_backward_share_defers_all_stages(parse: Parse) -> None:
 def test_steps_depend_on_gradients_with_clipping_and_with_a_loss_scaler(
     parse: Parse, flags: str, conditional: bool
 ) -> None:
-    assert Fold3DConfig.from_args(parse(f"{NEEDED} {flags}")).clips_or_scales is conditional
+    assert read_config(parse(f"{NEEDED} {flags}")).clips_or_scales is conditional
 
 
 def test_steps_depend_on_gradients_with_a_norm_above_which_they_are_skipped(parse: Parse) -> None:
     args = parse(f"{NEEDED} --clip-grad 0")
     args.grad_norm_skip_threshold = 2.0
-    assert Fold3DConfig.from_args(args).clips_or_scales
+    assert read_config(args).clips_or_scales
 
 
 def test_slices_are_small_on_cpus_unless_told_otherwise(parse: Parse) -> None:
     def slice_bytes(flags: str) -> int:
-        return Fold3DConfig.from_args(parse(f"{NEEDED} {flags}")).slice_bytes
+        return read_config(parse(f"{NEEDED} {flags}")).slice_bytes
 
     assert slice_bytes("") == 8 << 20
     assert slice_bytes("--device cpu") == 1 << 19
@@ -146,6 +146,6 @@ def test_a_refusal_is_made_with_a_share_and_not_without(
     refused = problems(parse(f"{NEEDED} {line} {flag}"))
 
     assert [r for r in refused if r.startswith(row.flag) and row.rule in r]
-    Fold3DConfig.from_args(parse(f"{line} --overlap-grad-reduce {flag}"))
+    read_config(parse(f"{line} --overlap-grad-reduce {flag}"))
     flags = {name for a in parser._actions for name in a.option_strings}
     assert set(re.findall(r"--[a-z0-9-]+", f"{row.rule} {row.fix}")) <= flags

@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 
 import pytest
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 
 OVERLAP = "--num-layers 8 --schedule aiao --overlap-grad-reduce"
 ZERO = f"{OVERLAP} --use-distributed-optimizer"
@@ -23,7 +23,7 @@ def test_segments_are_cut_where_no_checkpoint_depends_on_it(
     parser: ArgumentParser, flags: str, cuts: bool
 ) -> None:
     args = parser.parse_args(flags.split())
-    assert Fold3DConfig.from_args(args).cuts_every_segment is cuts
+    assert read_config(args).cuts_every_segment is cuts
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_nothing_is_cut_where_all_streams_share_one_hardware_queue(
     if connections is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     args = parser.parse_args(f"{OVERLAP} --device {device}".split())
-    assert Fold3DConfig.from_args(args).cuts_every_segment is cuts
+    assert read_config(args).cuts_every_segment is cuts
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_the_plan_gathers_parameters_unless_hooks_do(
     parser: ArgumentParser, flags: str, gathers: bool
 ) -> None:
     args = parser.parse_args(f"{ZERO} --overlap-param-gather {flags}".split())
-    assert Fold3DConfig.from_args(args).features.gathers_params is gathers
-    assert not Fold3DConfig.from_args(parser.parse_args(ZERO.split())).features.gathers_params
+    assert read_config(args).features.gathers_params is gathers
+    assert not read_config(parser.parse_args(ZERO.split())).features.gathers_params
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_dp_sync_starts_between_weight_gradients_where_it_is_an_all_reduce_of_me
     parser: ArgumentParser, flags: str, early: bool
 ) -> None:
     args = parser.parse_args(f"{flags} --device cpu".split())
-    assert Fold3DConfig.from_args(args).features.reduces_early is early
+    assert read_config(args).features.reduces_early is early
 
 
 @pytest.mark.parametrize(("device", "ahead"), [("cpu", 3), ("cuda", 1)])
@@ -78,4 +78,4 @@ def test_receives_are_further_ahead_only_without_a_gpu(
     parser: ArgumentParser, device: str, ahead: int
 ) -> None:
     args = parser.parse_args(f"{OVERLAP} --device {device}".split())
-    assert Fold3DConfig.from_args(args).features.receives_ahead == ahead
+    assert read_config(args).features.receives_ahead == ahead

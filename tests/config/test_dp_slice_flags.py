@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 
 import pytest
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 
 MODEL = "--num-layers 8 --schedule aiao --pipeline-model-parallel-size 2"
 SHARE = "--overlap-grad-reduce --schedule aiao:step=next"
@@ -32,7 +32,7 @@ def test_auto_slices_what_one_queue_would_stop_computation_for(
     sliced: bool,
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    config = Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {flags}".split()))
+    config = read_config(parser.parse_args(f"{MODEL} {flags}".split()))
     assert bool(config.choice.slices) is sliced
     assert config.features.receives_late is (connections == "1" and config.device == "cuda")
 
@@ -60,5 +60,5 @@ def test_auto_slices_what_one_queue_would_stop_computation_for(
 def test_what_cannot_be_sliced_is_refused(parser: ArgumentParser, flags: str, problem: str) -> None:
     args = parser.parse_args(f"{MODEL} {flags}".split())
     with pytest.raises(ValueError) as refused:  # noqa: PT011  # the whole text is compared
-        Fold3DConfig.from_args(args)
+        read_config(args)
     assert str(refused.value) == problem

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.job_sizes import _SIZES
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.refusals import refusals
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features
@@ -56,7 +57,7 @@ def options(parser: ArgumentParser) -> Iterator[Action]:
 
 def problems(args: Namespace) -> list[str]:
     with pytest.raises(ValueError) as raised:  # noqa: PT011  # the caller looks at every line
-        Fold3DConfig.from_args(args)
+        read_config(args)
     return str(raised.value).splitlines()
 
 
@@ -137,7 +138,7 @@ def test_a_bare_assertion_of_megatrons_names_its_flags() -> None:
 
 def test_the_default_is_stock_megatron(parse: Parse) -> None:
     args = parse("")
-    assert Fold3DConfig.from_args(args) == Fold3DConfig(
+    assert read_config(args) == Fold3DConfig(
         choice=Choice.plain("stock", num_segments=1),
         features=Features(grad_sync="serial"),
         num_ranks=1,
@@ -154,7 +155,7 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
         "--schedule aiao --segments 2 --device cpu "
         "--pipeline-model-parallel-size 2 --distributed-timeout-minutes 3"
     )
-    assert Fold3DConfig.from_args(args) == Fold3DConfig(
+    assert read_config(args) == Fold3DConfig(
         choice=Choice.plain("aiao", num_segments=2),
         features=Features(grad_sync="serial", receives_ahead=3),
         num_ranks=2,
@@ -168,13 +169,13 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
         "--schedule interleaved --segments 2 --pipeline-model-parallel-size 2 "
         "--microbatch-group-size-per-virtual-pipeline-stage 3"
     )
-    assert Fold3DConfig.from_args(grouped).choice.group == 3
+    assert read_config(grouped).choice.group == 3
     by_word = parse("--schedule interleaved:group=3 --segments 2 --pipeline-model-parallel-size 2")
-    assert Fold3DConfig.from_args(by_word).choice.group == 3
+    assert read_config(by_word).choice.group == 3
     assert megatron_defaults(by_word)["microbatch_group_size_per_vp_stage"] == 3
     plan = tmp_path / "plan.txt"
     plan.touch()
-    planned = Fold3DConfig.from_args(parse(f"--schedule plan={plan}"))
+    planned = read_config(parse(f"--schedule plan={plan}"))
     assert (planned.choice.order, planned.plan_file) == (f"plan={plan}", plan)
 
 
@@ -182,7 +183,7 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
 def test_every_schedule_of_the_library_can_be_asked_for(parse: Parse, schedule: str) -> None:
     local = "--transformer-impl local --no-gradient-accumulation-fusion"  # what zb-h1 can split
     args = parse(f"--schedule {schedule} --pipeline-model-parallel-size 2 {local}")
-    assert Fold3DConfig.from_args(args).choice.order == schedule
+    assert read_config(args).choice.order == schedule
 
 
 @pytest.mark.parametrize(
@@ -196,9 +197,9 @@ def test_every_schedule_of_the_library_can_be_asked_for(parse: Parse, schedule: 
 def test_forwards_ahead_that_nothing_reads_are_refused(parse: Parse, word: str, found: str) -> None:
     problem = only_problem(parse(f"--schedule {word} {TWO_RANKS}"))
     assert problem.startswith(f"ahead={found}")
-    given = Fold3DConfig.from_args(parse("--schedule 1f1b:ahead=3"))
+    given = read_config(parse("--schedule 1f1b:ahead=3"))
     assert (given.choice.ahead, given.auto) == (3, set())
-    auto = Fold3DConfig.from_args(parse("--schedule interleaved:ahead=auto"))
+    auto = read_config(parse("--schedule interleaved:ahead=auto"))
     assert (auto.choice.ahead, auto.auto) == (None, {"ahead"})
     both = parse(f"--schedule aiao:ahead=auto --offload-activations on {TWO_RANKS}")
     assert any("auto with --offload-activations on: each" in line for line in problems(both))
@@ -239,11 +240,11 @@ def test_the_number_of_segments_is_megatrons_before_and_after_validation(
     parse: Parse, flags: str, num_segments: int
 ) -> None:
     line = f"--schedule aiao --pipeline-model-parallel-size 2 {flags}"
-    parsed = Fold3DConfig.from_args(parse(line))
+    parsed = read_config(parse(line))
     args = validate(parse(line), world_size=2)
     assert (args.virtual_pipeline_model_parallel_size or 1) == num_segments
     assert parsed.num_segments == num_segments
-    assert Fold3DConfig.from_args(args) == parsed
+    assert read_config(args) == parsed
 
 
 @given(
@@ -340,7 +341,7 @@ def test_schedules_of_one_segment_refuse_more(parse: Parse, schedule: str) -> No
 
 def test_megatron_checks_what_was_not_asked_of_us(parse: Parse) -> None:
     args = parse("--num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2")
-    assert Fold3DConfig.from_args(args).num_segments == 3  # 4 layers per rank; stock's own error
+    assert read_config(args).num_segments == 3  # 4 layers per rank; stock's own error
 
 
 def test_segments_that_only_a_checkpoint_knows_are_asked_for(parse: Parse) -> None:
@@ -378,7 +379,7 @@ def test_a_plan_file_must_be_there(parse: Parse) -> None:
 
 def test_a_yaml_configuration_hides_our_flags() -> None:
     with pytest.raises(ValueError, match="--yaml-cfg: Megatron then ignores the command line"):
-        Fold3DConfig.from_args(Namespace(yaml_cfg="run.yaml"))
+        read_config(Namespace(yaml_cfg="run.yaml"))
 
 
 # Options of Megatron
@@ -407,7 +408,7 @@ def test_a_refusal_says_what_was_found_why_and_what_to_do(parse: Parse) -> None:
 def test_groups_of_interleaved_hold_a_microbatch_per_rank(parse: Parse) -> None:
     group = "--microbatch-group-size-per-virtual-pipeline-stage"
     line = f"--schedule interleaved --segments 2 --pipeline-model-parallel-size 4 {group}"
-    assert Fold3DConfig.from_args(parse(f"{line} 4")).choice.group == 4
+    assert read_config(parse(f"{line} 4")).choice.group == 4
     assert only_problem(parse(f"{line} 3")).startswith(f"{group} 3 with --schedule interleaved:")
 
 
@@ -422,7 +423,7 @@ def test_delayed_scaling_of_fp8_needs_the_order_of_stock(parse: Parse) -> None:
     fp8 = "--fp8-format hybrid --transformer-impl transformer_engine"
     assert "stock's order is another" in only_problem(parse(f"--schedule aiao {fp8}"))
     for line in ("--schedule aiao --fp8-recipe tensorwise", "--schedule 1f1b"):
-        Fold3DConfig.from_args(parse(f"{line} {fp8}"))
+        read_config(parse(f"{line} {fp8}"))
     for moved in ("ahead=2", "wgrad=gaps"):
         problem = only_problem(parse(f"--schedule 1f1b:{moved} {fp8}"))
         assert problem.startswith(f"{moved} with --fp8-format hybrid: delayed scaling reads")
@@ -508,11 +509,11 @@ def test_what_the_documentation_says_works_is_not_refused(
 
 
 def test_a_trace_has_a_folder_and_iterations(parse: Parse, tmp_path: Path) -> None:
-    config = Fold3DConfig.from_args(parse(f"--trace {tmp_path} --trace-iterations 7-9"))
+    config = read_config(parse(f"--trace {tmp_path} --trace-iterations 7-9"))
     assert (config.trace, config.trace_iterations) == (tmp_path, range(7, 10))
-    config = Fold3DConfig.from_args(parse("--trace new --trace-iterations 7"))
+    config = read_config(parse("--trace new --trace-iterations 7"))
     assert config.trace_iterations == range(7, 8)
-    assert Fold3DConfig.from_args(parse("--trace new")).trace_iterations is None
+    assert read_config(parse("--trace new")).trace_iterations is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 
 import pytest
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 
 NEEDED = "--pipeline-model-parallel-size 2 --num-layers 8 --schedule aiao"
 PREEMPTS = f"{NEEDED} --preemptive-comm"
@@ -12,7 +12,7 @@ PREEMPTS = f"{NEEDED} --preemptive-comm"
 
 def problem(parser: ArgumentParser, flags: str) -> str:
     with pytest.raises(ValueError, match="-") as caught:
-        Fold3DConfig.from_args(parser.parse_args(f"{NEEDED} {flags}".split()))
+        read_config(parser.parse_args(f"{NEEDED} {flags}".split()))
     assert str(caught.value).count("\n") == 0
     return str(caught.value)
 
@@ -32,7 +32,7 @@ def test_what_may_hang_preemption_is_refused_on_gpus(
     found = f"{setting}={value} with --preemptive-comm: "
     assert problem(parser, "--preemptive-comm").startswith(found)
     for harmless in (NEEDED, f"{PREEMPTS} --device cpu"):
-        Fold3DConfig.from_args(parser.parse_args(harmless.split()))
+        read_config(parser.parse_args(harmless.split()))
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def test_environment_variables_that_do_not_hang_preemption_are_accepted(
     parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, setting: str, value: str
 ) -> None:
     monkeypatch.setenv(setting, value)
-    Fold3DConfig.from_args(parser.parse_args(PREEMPTS.split()))
+    read_config(parser.parse_args(PREEMPTS.split()))
 
 
 def test_traffic_classes_reach_the_configuration(parser: ArgumentParser) -> None:
     args = parser.parse_args([*NEEDED.split(), "--traffic-class", "pp=184"])
-    config = Fold3DConfig.from_args(args)
+    config = read_config(args)
     assert config.traffic_class == {"pp": 184}
 
 

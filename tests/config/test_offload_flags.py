@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -16,7 +17,7 @@ FULL = "--recompute-granularity full --recompute-num-layers"
 
 def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
     args: Namespace = parser.parse_args(f"{MODEL} {line}".split())
-    return Fold3DConfig.from_args(args)
+    return read_config(args)
 
 
 @pytest.mark.parametrize(

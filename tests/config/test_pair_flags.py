@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.passes.pairs import check_pairs
@@ -27,7 +28,7 @@ EXPERTS = (
 
 
 def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
-    return Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {line}".split()))
+    return read_config(parser.parse_args(f"{MODEL} {line}".split()))
 
 
 def test_pairs_are_off_unless_asked_for(parser: ArgumentParser):

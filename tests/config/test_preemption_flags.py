@@ -4,14 +4,14 @@ from argparse import ArgumentParser
 
 import pytest
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 
 NEEDED = "--pipeline-model-parallel-size 2 --num-layers 8 --preemptive-comm"
 
 
 def refused(parser: ArgumentParser, flags: str) -> str:
     with pytest.raises(ValueError, match="--preemptive-comm") as caught:
-        Fold3DConfig.from_args(parser.parse_args(f"{NEEDED} {flags}".split()))
+        read_config(parser.parse_args(f"{NEEDED} {flags}".split()))
     return str(caught.value)
 
 
@@ -31,6 +31,6 @@ def test_collectives_that_preemption_cannot_slice_are_refused(flags: str, parser
 
 def test_dp_slice_bytes_needs_no_backward_share_with_preemption(parser: ArgumentParser):
     flags = f"{NEEDED} --schedule aiao:slice-bytes=65536".split()
-    config = Fold3DConfig.from_args(parser.parse_args(flags))
+    config = read_config(parser.parse_args(flags))
     assert (config.preemptive_comm, config.slice_bytes) == (True, 65536)
     assert config.choice.slice_bytes is not None  # what is given is taken as it is

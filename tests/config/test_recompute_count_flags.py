@@ -6,6 +6,7 @@ import pytest
 
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -15,7 +16,7 @@ AIAO = "--schedule aiao --segments 2"
 
 
 def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
-    return Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {line}".split()))
+    return read_config(parser.parse_args(f"{MODEL} {line}".split()))
 
 
 def test_each_stage_has_a_number(parser: ArgumentParser):

@@ -7,6 +7,7 @@ import pytest
 
 from fold3d_patches import check_schedule
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.plan.ir import PlanError
 
 MODEL = (
@@ -19,7 +20,7 @@ AIAO = f"--schedule aiao {TWO}"
 
 
 def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
-    return Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {line}".split()))
+    return read_config(parser.parse_args(f"{MODEL} {line}".split()))
 
 
 def test_segments_are_named_or_all(parser: ArgumentParser):

@@ -5,6 +5,7 @@ from argparse import ArgumentParser
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 
 MODEL = (
     "--num-layers 12 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -17,7 +18,7 @@ ONE = f"{AIAO} --schedule aiao:{WHOLE}"
 
 
 def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
-    return Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {line}".split()))
+    return read_config(parser.parse_args(f"{MODEL} {line}".split()))
 
 
 def test_segments_of_all_ranks_are_replicated(parser: ArgumentParser):
@@ -67,7 +68,7 @@ def test_one_replica_is_refused_once_their_number_is_known(parser: ArgumentParse
     args = parser.parse_args(f"{MODEL} {ONE}".split())
     args.data_parallel_size = 1
     with pytest.raises(ValueError, match="with one replica"):
-        Fold3DConfig.from_args(args)
+        read_config(args)
 
 
 def test_shards_without_a_distributed_optimizer_are_refused(parser: ArgumentParser):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.run_flags import data_problems, run_problems
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.training import launch
@@ -250,9 +250,9 @@ def test_segments_of_a_checkpoint_are_judged_when_it_is_read(
 ) -> None:
     local = "--transformer-impl local --no-gradient-accumulation-fusion"
     line = f"--schedule aiao --use-checkpoint-args --load x {local} {flags}"
-    Fold3DConfig.from_args(parser.parse_args(line.split()))
+    read_config(parser.parse_args(line.split()))
     with pytest.raises(ValueError, match=r"segment|layers"):
-        Fold3DConfig.from_args(
+        read_config(
             parser.parse_args(line.replace("--use-checkpoint-args", "--num-layers 3").split())
         )
 

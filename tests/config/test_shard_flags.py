@@ -5,6 +5,7 @@ from argparse import ArgumentParser
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -15,7 +16,7 @@ AIAO = f"--schedule aiao --segments 2 {REDUCE} --overlap-param-gather"
 
 
 def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
-    return Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {line}".split()))
+    return read_config(parser.parse_args(f"{MODEL} {line}".split()))
 
 
 def test_it_is_off_unless_asked_for(parser: ArgumentParser):
@@ -81,4 +82,4 @@ def test_one_replica_is_refused_once_their_number_is_known(parser: ArgumentParse
     args = parser.parse_args(f"{MODEL} {AIAO} --shard-segments weights".split())
     args.data_parallel_size = 1
     with pytest.raises(ValueError, match="with one replica"):
-        Fold3DConfig.from_args(args)
+        read_config(args)

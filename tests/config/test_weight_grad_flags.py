@@ -7,6 +7,7 @@ from importlib import metadata
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -17,7 +18,7 @@ ENGINE = "--schedule aiao:wgrad=last@1 --segments 4 --transformer-impl transform
 
 
 def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
-    return Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {line}".split()))
+    return read_config(parser.parse_args(f"{MODEL} {line}".split()))
 
 
 def test_segments_are_read_in_any_order(parser: ArgumentParser):

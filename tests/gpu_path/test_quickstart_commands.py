@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.cli import main
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 from tests.distributed import run_distributed
 from tests.end_to_end.training import differences, train
 from tests.gpu_path.late_training import Late, train_late
@@ -52,7 +52,7 @@ def test_the_flags_for_gpus_are_accepted(
     for words in commands():
         layers = "--num-layers 24"  # what the preset stands for, of what is checked
         words = re.sub(r"--model-preset \S+", layers, words)
-        config = Fold3DConfig.from_args(parser.parse_args(shlex.split(words)))
+        config = read_config(parser.parse_args(shlex.split(words)))
         assert (config.device, config.num_ranks, config.num_segments) == ("cuda", 2, 4)
 
 

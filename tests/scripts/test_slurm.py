@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.fold3d.config.all_flags import megatron_defaults
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS as TRAINING
 from megatron.fold3d.predict.cost_model.presets import preset_flags
@@ -79,7 +79,7 @@ def test_a_pair_trains_the_papers_configuration(
     dp, pp, tp = dp_pp_tp
     assert (args.data_parallel_size, args.pipeline_model_parallel_size) == (dp, pp)
     assert (args.tensor_model_parallel_size, args.global_batch_size) == (tp, batch)
-    config = Fold3DConfig.from_args(args)
+    config = read_config(args)
     schedule = {"megatron-best": "stock", "auto": "auto"}[task]
     assert (config.choice.order, config.num_segments) == (schedule, 3 if model == "bert" else 4)
     num_microbatches = batch // (args.micro_batch_size * dp)

@@ -19,7 +19,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from fold3d_patches.cpu import flags as cpu_flags
 from megatron.fold3d.config.all_flags import add_arguments
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.run_flags import run_problems
 
 MODEL = (
@@ -387,7 +387,7 @@ def refusal(words: Sequence[str], num_ranks: int) -> str:
         cpu_flags.check(args)
         with patch.dict(os.environ, {"WORLD_SIZE": str(num_ranks)}):
             problems = [*run_problems(args)]
-        Fold3DConfig.from_args(args)
+        read_config(args)
     except ValueError as error:
         return str(error)
     return "\n".join(problems)

@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from fold3d_patches import check_schedule
 from megatron.fold3d.cli import main as fold3d
 from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.plan.schedule_word import Part, Word
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SPLIT_SCHEDULES
 from megatron.fold3d.predict.cost_model.cluster import cluster as named_cluster
@@ -161,10 +161,10 @@ def of_check(job: Job, parser: ArgumentParser, cluster: Path) -> tuple[float, li
 
     args = parser.parse_args(job.flags.split())
     args.rank, args.world_size, args.check = 0, job.gpus, str(cluster)
-    Fold3DConfig.from_args(args)
+    read_config(args)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints all arguments
         validate_args(args, megatron_defaults(args))
-    config = Fold3DConfig.from_args(args)
+    config = read_config(args)
     batch = args.micro_batch_size * args.data_parallel_size
     check_schedule(config, args.global_batch_size // batch)
     found = RunEstimate.of(args, named_cluster(str(cluster)))

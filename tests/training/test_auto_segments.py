@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.config.all_flags import megatron_defaults
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.predict.search.segments import SimulatedRun
 from megatron.fold3d.training import layer_memory
@@ -45,7 +45,7 @@ def parse(parser: ArgumentParser) -> Parse:
 
 def only_problem(args: Namespace) -> str:
     with pytest.raises(ValueError, match="--segments auto") as raised:
-        Fold3DConfig.from_args(args)
+        read_config(args)
     (problem,) = str(raised.value).splitlines()
     return problem
 
@@ -88,7 +88,7 @@ def test_a_heavy_head_moves_layers_off_the_last_rank(parse: Parse):
     assert choice.flags[3].count("|") == stages - 1
     assert "layers " in str(choice)
     typed = parse(f"--schedule aiao {' '.join(choice.flags)}")
-    assert Fold3DConfig.from_args(typed).num_segments == choice.num_segments
+    assert read_config(typed).num_segments == choice.num_segments
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_layers_stay_even_for_less_than_one_percent(parse: Parse):
 
 def test_layers_that_do_not_divide_are_split_by_a_layout(parse: Parse):
     args = parse("--schedule aiao --num-layers 17")
-    assert Fold3DConfig.from_args(args).num_segments == 1
+    assert read_config(args).num_segments == 1
     choice = choose(args, ALONE, 4, PLENTY)
     assert sum(choice.layers) == 17
     assert choice.rule is None
@@ -139,7 +139,7 @@ def test_layers_that_do_not_divide_are_split_by_a_layout(parse: Parse):
 
 def test_auto_segments_sets_no_virtual_stages_before_it_has_chosen(parse: Parse):
     args = parse("--schedule aiao")
-    assert Fold3DConfig.from_args(args).num_segments == 1
+    assert read_config(args).num_segments == 1
     assert megatron_defaults(args) == {}
 
 
@@ -160,7 +160,7 @@ def test_flags_that_auto_segments_excludes_are_refused(parse: Parse, flags: str,
 
 def test_layers_that_cannot_be_split_are_refused(parse: Parse):
     with pytest.raises(ValueError, match="17 layers on 2 ranks: each holds as many"):
-        Fold3DConfig.from_args(parse("--schedule aiao --num-layers 17 --num-experts 2"))
+        read_config(parse("--schedule aiao --num-layers 17 --num-experts 2"))
     args = parse("--schedule aiao --num-layers 17")
     with pytest.raises(ValueError, match="auto: 17 layers on 2 ranks"):
         choose(args, MEASURED, num_microbatches=8)

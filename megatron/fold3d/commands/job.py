@@ -14,6 +14,7 @@ from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.layer_split import stage_layers
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.plan.choice import file_of, stock_schedule
 from megatron.fold3d.plan.files import read_plan
@@ -95,7 +96,7 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
     if args.layers == AUTO and said.shape is not None:
         args.pipeline_model_parallel_layout = layout_of(_even(args, said.shape.num_layers))
     args.micro_batch_size = args.micro_batch_size or 1
-    Fold3DConfig.from_args(args)  # which refuses sizes below one
+    read_config(args)  # which refuses sizes below one
     for name, value in megatron_defaults(args).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -112,7 +113,7 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
             f"many micro-batches; give a multiple of {of_all}"
         )
     args.accumulate_allreduce_grads_in_fp32 = not has_small_gradients(args)
-    config = Fold3DConfig.from_args(args)
+    config = read_config(args)
     args.virtual_pipeline_model_parallel_size = config.num_segments
     layers = stage_layers(args) if said.shape is not None else ()
     if said.shape is not None and sum(layers) != said.shape.num_layers:

@@ -3,7 +3,6 @@
 `config/read_config.py` makes it. Code that only runs a configuration need not load the flags.
 """
 
-from argparse import Namespace
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,17 +141,3 @@ class Fold3DConfig:
         Sums over two replicas are the same in any order; over more, they are equal up to rounding.
         """
         return num_replicas == 2 or (num_replicas > 2 and not self.keeps_sums)
-
-    @classmethod
-    def from_args(cls, args: Namespace) -> "Fold3DConfig":
-        """Read Megatron's namespace, as parsed or as validated; refuse options that cannot work.
-
-        Validation may add options, from a checkpoint for example. Reading the namespace again
-        afterwards checks those too.
-
-        Raises:
-            ValueError: one line for each rule that is broken.
-        """
-        from megatron.fold3d.config.read_config import read_config
-
-        return read_config(args)

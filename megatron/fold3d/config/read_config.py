@@ -46,6 +46,9 @@ _DRAWS = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "fp8", 
 def read_config(args: Namespace) -> Fold3DConfig:
     """Read Megatron's namespace, as parsed or as validated, and refuse options that cannot work.
 
+    Validation may add options, from a checkpoint for example. Reading the namespace again
+    afterwards checks those too.
+
     Raises:
         ValueError: one line for each rule that is broken.
     """

@@ -17,9 +17,9 @@ from megatron.fold3d.commands.job import left_out, run_of, usable_bytes
 from megatron.fold3d.commands.megatron_flags import shape_of
 from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.config.bucket_flags import has_one_queue
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import has_many_queues
 from megatron.fold3d.config.job_sizes import ranks_of_model
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.plan.choice import file_of
@@ -112,7 +112,7 @@ class RunEstimate:
         """
         if args.use_torch_fsdp2 or args.use_megatron_fsdp:
             raise ValueError("the planner does not model FSDP, whose replicas share all states")
-        config = Fold3DConfig.from_args(args)
+        config = read_config(args)
         shape, hardware = shape_of(args), known
         if hardware is None:  # memory does not depend on them
             hardware = replace(NODES["a100"], num_nodes=args.world_size, gpus_per_node=1)

@@ -29,8 +29,8 @@ from fold3d_patches.cpu.compiler import uncompiled
 from fold3d_patches.registry import MEGATRON, PatchError
 from megatron.fold3d.commands.installation import Finding, Verdict
 from megatron.fold3d.config.all_flags import add_arguments
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import OFFLOAD_LIBRARY, blocking_settings
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.runtime import preemption
 from megatron.fold3d.runtime.measure import lanes, layer_rates, link_speeds, timing
 
@@ -179,7 +179,7 @@ def _patches() -> Iterator[Finding]:
             with fold3d_patches.install_platform(device):
                 applied.append(f"--device {device}")
         for name, flags in _SCHEDULES.items():
-            config = Fold3DConfig.from_args(parser.parse_args(flags.split()))
+            config = read_config(parser.parse_args(flags.split()))
             with fold3d_patches.install_schedule(config, num_microbatches=1):
                 applied.append(name)
     except PatchError as error:

@@ -29,7 +29,6 @@ from fold3d_patches.cpu import flags as cpu_flags
 from fold3d_patches.registry import apply, check_version
 from megatron.fold3d.commands.console import suggestion
 from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import (
     BLACKWELL,
     FUSION_KERNEL,
@@ -39,6 +38,7 @@ from megatron.fold3d.config.gpu_settings import (
     has_many_queues,
 )
 from megatron.fold3d.config.job_sizes import num_microbatches
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.run_flags import data_problems, run_problems
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.config.spelling import flag_of
@@ -183,7 +183,7 @@ def prepare(
             )
         sys.argv += _chosen_segments(args, defaults, builds_own_model)
         args = parse_args(add_all, ignore_unknown_args)
-        Fold3DConfig.from_args(args)
+        read_config(args)
     patched.enter_context(fold3d_patches.install_platform(device))
     if checks and lacks_gpu:
         is_blackwell = known is not None and known.is_blackwell  # unknown GPUs count as older
@@ -235,7 +235,7 @@ def install(args: Namespace, patched: ExitStack) -> None:
     Raises:
         MISTAKES: the user's input is wrong; pass the error to `refuse`.
     """
-    config = Fold3DConfig.from_args(args)
+    config = read_config(args)
     if config.trace is not None:
         model, hardware = _microbatch_flops(args)
         config = replace(config, microbatch_flops=model, recomputed_flops=hardware - model)
@@ -258,7 +258,7 @@ def tell_checked(args: Namespace, absent: Sequence[str] = ()) -> int:
     """
     from megatron.fold3d.training.dry_run import report
 
-    plan = fold3d_patches.check_schedule(Fold3DConfig.from_args(args), num_microbatches(args))
+    plan = fold3d_patches.check_schedule(read_config(args), num_microbatches(args))
     lines = [*report(args, plan), *(f"not on this machine: {message}" for message in absent)]
     if _speaks():
         sys.stdout.write("".join(f"{line}\n" for line in lines))
@@ -274,13 +274,13 @@ def _check(args: Namespace, more: Sequence[str]) -> None:
     """
     problems = [*run_problems(args), *gpu_problems(args, word_of(args).order), *more]
     try:
-        Fold3DConfig.from_args(args)
+        read_config(args)
     except ValueError as error:
         problems = [str(error), *problems]
     if problems:
         raise ValueError("\n".join(problems))
     if file_of(word_of(args).order) and not args.use_checkpoint_args:  # it may bring the sizes
-        fold3d_patches.check_schedule(Fold3DConfig.from_args(args), num_microbatches(args))
+        fold3d_patches.check_schedule(read_config(args), num_microbatches(args))
 
 
 def refuse(error: Exception) -> int:

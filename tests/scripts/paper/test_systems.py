@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.fold3d.config.all_flags import megatron_defaults
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.predict.cost_model.presets import preset_flags
 from scripts.paper.systems import SYSTEMS, Layout, main
 
@@ -41,7 +41,7 @@ def test_megatron_takes_a_systems_flags_for_the_papers_39b(
     args = parser.parse_args(words)
     args.rank, args.world_size = 0, 128
     validate_args(args, megatron_defaults(args))
-    config = Fold3DConfig.from_args(args)
+    config = read_config(args)
     assert (config.choice.order, config.num_segments) == SCHEDULES.get(name, ("aiao", 4))
     overlaps = name not in ("megatron", "dspeed3d", "zero3")
     assert args.overlap_grad_reduce == overlaps
