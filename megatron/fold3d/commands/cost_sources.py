@@ -36,13 +36,6 @@ _SECONDS = {
 }
 
 
-def add_cost_options(parser: ArgumentParser) -> None:
-    """Add the options of all three sources; at most one source is given."""
-    sources = parser.add_mutually_exclusive_group()
-    add_number_options(sources)
-    add_cluster_options(parser, sources)
-
-
 def add_number_options(parser: _ActionsContainer) -> None:
     """Add ``--seconds`` and ``--costs``."""
     parser.add_argument(

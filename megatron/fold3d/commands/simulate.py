@@ -9,7 +9,8 @@ from megatron.fold3d.commands import auto_tries
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.cost_sources import (
     CostsOf,
-    add_cost_options,
+    add_cluster_options,
+    add_number_options,
     in_numbers,
     named_cluster,
     on_cluster,
@@ -61,7 +62,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="with --cuda-connections: collectives that DP.sync of a model chunk is launched as "
         "(default: 1; of a model, as training cuts it)",
     )
-    add_cost_options(parser)
+    sources = parser.add_mutually_exclusive_group()
+    add_number_options(sources)
+    add_cluster_options(parser, sources)
     add_training_flags(parser)
 
 

@@ -33,16 +33,6 @@ class PathStep(NamedTuple):
     span: Span
     start_s: float
 
-    @property
-    def idle_s(self) -> float:
-        """The idle time before the span, which has no cause."""
-        return max(0.0, self.span.start_s - self.start_s)
-
-    @property
-    def busy_s(self) -> float:
-        """The span's own part of the path."""
-        return self.span.end_s - max(self.start_s, self.span.start_s)
-
 
 @gc_paused()
 def critical_path(timeline: Timeline) -> tuple[PathStep, ...]:
@@ -51,11 +41,11 @@ def critical_path(timeline: Timeline) -> tuple[PathStep, ...]:
 
 
 def path_seconds(steps: Iterable[PathStep]) -> dict[str, float]:
-    """Return the seconds that the path spends on each of Table II's columns."""
+    """Return the seconds that the path spends on each of Table II's columns, and without cause."""
     seconds: dict[str, float] = defaultdict(float)
-    for step in steps:
-        seconds[column(step.span)] += step.busy_s
-        seconds["idle_s"] += step.idle_s
+    for _, span, start_s in steps:
+        seconds[column(span)] += span.end_s - max(start_s, span.start_s)
+        seconds["idle_s"] += max(0.0, span.start_s - start_s)
     return {name: total_s for name, total_s in seconds.items() if total_s > 0}
 
 

@@ -75,13 +75,6 @@ class OffloadTimes:
     offload_s: float
     reload_s: float
 
-    @property
-    def most_held(self) -> int | None:
-        """The number of activations that the device has memory for; None means any number."""
-        if self.spare_bytes is None:
-            return None
-        return self.held + int(usable_bytes(self.spare_bytes)) // self.activation_bytes
-
 
 def offloaded(program: Program, choice: OffloadChoice) -> Program:
     """Return a rank's program with the OFFLOADs and RELOADs of a choice."""
@@ -98,10 +91,10 @@ def choose_offload(program: Program, measured: OffloadTimes, *, sparing: bool) -
         sparing: offload no more than memory requires, and only as much as computations hide;
             otherwise offload all.
     """
-    most_held = measured.most_held
-    if most_held is None:
+    if measured.spare_bytes is None:
         # On a CPU the memory is the host's, and copies are synchronous.
         return OffloadChoice(0 if sparing else None)
+    most_held = measured.held + int(usable_bytes(measured.spare_bytes)) // measured.activation_bytes
     return _spare(program, measured, most_held) if sparing else _all(program, measured, most_held)
 
 

@@ -19,6 +19,8 @@ Family = Literal["gpt", "bert", "encoder-decoder"]
 Split = int | Sequence[int]
 """The number of equal stages that a model is cut into, or the number of layers of each stage."""
 _MOST_LAYERS = 10_000
+# A search asks for few splits of one model, and for each of them again and again.
+_per_shape = lru_cache(maxsize=1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,9 +234,11 @@ class ModelShape:
         """The parameters of the vocabulary, at one end of the model."""
         return self.vocab_size * self.hidden_size
 
+    @_per_shape
     def padded(self, tensor_parallel: int) -> "ModelShape":
         """Return the model with the rows of vocabulary that Megatron builds."""
-        return _padded(self, self.vocab_unit * tensor_parallel)
+        unit = self.vocab_unit * tensor_parallel
+        return replace(self, vocab_size=-(-self.vocab_size // unit) * unit)
 
     @property
     def norm_size(self) -> int:
@@ -314,13 +318,26 @@ class ModelShape:
         """Return the FLOPs of the logits of one sequence."""
         return 2 * self.seq_length * self.embedding_parameters
 
+    @_per_shape
     def stage_flops(self, split: Split) -> tuple[int, ...]:
         """Return, per stage, the FLOPs of one sequence's forward."""
-        return _stage_flops(self, split)
+        *others, last = self.by_stage(self.layer_flops, split)
+        return (*others, last + self.head_flops)
 
+    @_per_shape
     def stage_parameters(self, split: Split) -> tuple[Parameters, ...]:
         """Return, per stage, the parameters whose gradients it syncs."""
-        return _stage_parameters(self, split)
+        stages = [
+            sum(map(self.layer_parameters, layers), Parameters())
+            for layers in self.stage_layers(split)
+        ]
+        vocabulary = Parameters(divided=self.embedding_parameters)
+        positions = 0 if self.rotary_base else self.max_positions or self.seq_length  # learned
+        stages[0] += vocabulary + Parameters(whole=positions * self.hidden_size)
+        stages[-1] += Parameters(whole=self.norm_size * self.hidden_size)
+        if len(stages) > 1 or self.untied:  # if tied to the first stage's, a copy of its own
+            stages[-1] += vocabulary
+        return tuple(stages)
 
     def stage_layers(self, split: Split) -> tuple[range, ...]:
         """Return the layers of each stage.
@@ -353,35 +370,6 @@ class ModelShape:
     def num_attentions_in(self, layer: int) -> int:
         """Return the attentions of a layer, two if it has cross-attention."""
         return 1 + (layer >= self.num_layers - self.num_decoder_layers)
-
-
-# A search asks for few splits of one model, and for each of them again and again.
-
-
-@lru_cache(maxsize=1024)
-def _stage_flops(shape: ModelShape, split: Split) -> tuple[int, ...]:
-    *others, last = shape.by_stage(shape.layer_flops, split)
-    return (*others, last + shape.head_flops)
-
-
-@lru_cache(maxsize=1024)
-def _stage_parameters(shape: ModelShape, split: Split) -> tuple[Parameters, ...]:
-    stages = [
-        sum(map(shape.layer_parameters, layers), Parameters())
-        for layers in shape.stage_layers(split)
-    ]
-    vocabulary = Parameters(divided=shape.embedding_parameters)
-    positions = 0 if shape.rotary_base else shape.max_positions or shape.seq_length  # learned ones
-    stages[0] += vocabulary + Parameters(whole=positions * shape.hidden_size)
-    stages[-1] += Parameters(whole=shape.norm_size * shape.hidden_size)
-    if len(stages) > 1 or shape.untied:  # if tied to the first stage's, a copy of its own
-        stages[-1] += vocabulary
-    return tuple(stages)
-
-
-@lru_cache(maxsize=1024)
-def _padded(shape: ModelShape, unit: int) -> ModelShape:
-    return replace(shape, vocab_size=-(-shape.vocab_size // unit) * unit)
 
 
 def _shape(

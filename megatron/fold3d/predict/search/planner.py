@@ -128,7 +128,7 @@ def search(
                     global_batch_size,
                     given,
                     found=[b for b in everything if b.host_bytes <= judge.host_limit_bytes],
-                    bounds_on=judge.bounds_on,
+                    bounds_on=lambda other: _Judge(shape, other, progress).bounded,
                     usable=USABLE_MEMORY,
                 )
             )
@@ -201,10 +201,6 @@ class _Judge:
         self._progress = progress
         self.judged: dict[Candidate, JudgedCandidate] = {}
         self._undisturbed_s: dict[Candidate, float] = {}
-
-    def bounds_on(self, cluster: Cluster) -> Callable[[Candidate], Bounded]:
-        """Return what bounds candidates of the model on another cluster."""
-        return _Judge(self._shape, cluster, self._progress).bounded
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return the costs of a candidate."""
