@@ -66,6 +66,7 @@ def run_of(
         sums_last=config.features.grad_sync == "serial",
         reduces_early=config.features.reduces_early,
         shards=args.shard_segments,
+        combined=args.overlap_moe_expert_parallel_comm,
     )
     return PredictedRun(
         candidate=candidate,

@@ -154,6 +154,8 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         if not candidate.layers:
             yield f"--num-virtual-stages-per-pipeline-rank {candidate.num_segments}"
         yield "--overlap-p2p-communication-warmup-flush"  # or only its steady state overlaps
+    if candidate.combined:
+        yield "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
     if candidate.setup.num_replicas > 1:  # or no DP.sync starts before the last backward
         yield "--overlap-grad-reduce"
     if candidate.setup.distributed_optimizer:

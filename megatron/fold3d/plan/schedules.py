@@ -87,7 +87,7 @@ def interleaved(
     if num_segments > 1 and len(groups) > 1:
         ahead = min(ahead, 2 * min(map(len, groups)))
     ahead += (num_segments - 1) * max(map(len, groups))
-    yield from _alternate(forwards, backwards, ahead)
+    yield from alternate(forwards, backwards, ahead)
 
 
 def aiao(
@@ -237,10 +237,10 @@ def _backwards(stages: Sequence[int], num_microbatches: int) -> Iterator[Action]
 
 def _one_f_one_b(stages: Sequence[int], num_microbatches: int, ahead: int) -> Iterator[Action]:
     forwards = list(_forwards(stages, num_microbatches))
-    return _alternate(forwards, list(_backwards(stages, num_microbatches)), ahead)
+    return alternate(forwards, list(_backwards(stages, num_microbatches)), ahead)
 
 
-def _alternate(
+def alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
 ) -> Iterator[Action]:
     """Yield ``ahead`` forwards, then forwards and backwards in turn, then the other backwards."""

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.memory import Moment, fullest
+from megatron.fold3d.plan.passes.combined import one_more_ahead
 from megatron.fold3d.plan.passes.pairs import num_pairs
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change
@@ -13,7 +14,7 @@ from megatron.fold3d.predict.search.candidate_timeline import launches_in_backwa
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.judge import plain_order
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.pair_times import in_pairs
+from megatron.fold3d.predict.simulator.pair_times import in_pairs, without_exchanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
     if choice.pairs:
         early = bool(choice.where(recompute="early"))
         estimate = replace(estimate, costs=in_pairs(estimate.costs, early=early))
+    elif candidate.combined:
+        estimate = replace(estimate, costs=without_exchanges(estimate.costs))
     costs = estimate.costs
     inside_s = earlier_s(candidate, estimate)
     bound_s = 0.0
@@ -203,7 +206,7 @@ def exact_bytes(candidate: Candidate, estimate: Estimate, above: float = 0.0) ->
         held = max(
             working[segment]
             + sum(min(each * n, microbatches) * b for n, b in zip(counts, saved, strict=True))
-            for segment, counts in _fullest(plain, ranks, passes, rank)
+            for segment, counts in _fullest(plain, ranks, passes, rank, candidate.combined)
         )
         most = max(
             most, footprint.static_bytes[rank], held + _resident_bytes(candidate, estimate, rank)
@@ -212,6 +215,10 @@ def exact_bytes(candidate: Candidate, estimate: Estimate, above: float = 0.0) ->
 
 
 @lru_cache(maxsize=8192)
-def _fullest(choice: Choice, ranks: int, microbatches: int, rank: int) -> tuple[Moment, ...]:
+def _fullest(
+    choice: Choice, ranks: int, microbatches: int, rank: int, combined: bool
+) -> tuple[Moment, ...]:
     order = plain_order(choice, ranks, microbatches)
+    if combined:
+        order = one_more_ahead(order)
     return fullest(order.programs[rank], ranks, len(choice.segments))

@@ -14,6 +14,7 @@ from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import Features, GradSync, lower, order_of
 from megatron.fold3d.plan.device_queues import CONNECTIONS, MOST_OUTSTANDING
 from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.passes.combined import one_more_ahead
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.pairs import pair_microbatches
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
@@ -49,7 +50,7 @@ def plan_of(
     """
     choice = candidate.choice
     return lower(
-        order or order_of(choice, candidate.num_ranks, candidate.num_microbatches),
+        order or _order_of(candidate),
         replace(choice, pairs=choice.pairs and transfers),
         features_of(candidate, transfers=transfers, receives_late=receives_late),
         shares=shares,
@@ -125,12 +126,13 @@ def judge_of(
             sends_waited_for=_sends_waited_for(candidate) if waits_for_sends else frozenset(),
             device=_device(candidate, estimate, connections),
             overlap_tensor_parallel=bool(choice.pairs),
+            combined=candidate.combined,
         ),
         offload=OffloadChoice() if candidate.offload else None,
         cuts_slices=is_sliced(candidate, estimate),
         held=held,
         fits=fits,
-        order=order,
+        order=order or (_order_of(candidate) if candidate.combined else None),
     )
 
 
@@ -197,6 +199,7 @@ def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
     link = Link(
         sends_waited_for=_sends_waited_for(candidate),
         overlap_tensor_parallel=bool(choice.pairs),
+        combined=candidate.combined,
     )
     apart = *choice.where(wgrad="behind"), *choice.where(wgrad="last")
     plan = delay_weight_grads(computed(candidate), tuple(sorted(apart)))
@@ -247,10 +250,14 @@ def _device(candidate: Candidate, estimate: Estimate, connections: int | None) -
 
 def computed(candidate: Candidate) -> Plan:
     """Return the candidate's order of computation, with early recomputations."""
-    c, choice = candidate, candidate.choice
-    order = order_of(choice, c.num_ranks, c.num_microbatches)
-    early = choice.stages(c.num_ranks, recompute="early")
-    return recompute_early(order, early, in_pairs=bool(choice.pairs))
+    choice = candidate.choice
+    early = choice.stages(candidate.num_ranks, recompute="early")
+    return recompute_early(_order_of(candidate), early, in_pairs=bool(choice.pairs))
+
+
+def _order_of(candidate: Candidate) -> Plan:
+    order = order_of(candidate.choice, candidate.num_ranks, candidate.num_microbatches)
+    return one_more_ahead(order) if candidate.combined else order
 
 
 def _sends_waited_for(candidate: Candidate) -> frozenset[Op]:

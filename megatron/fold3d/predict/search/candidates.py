@@ -47,6 +47,7 @@ class Candidate:
             ``--overlap-grad-reduce``.
         reduces_early: whether DP.sync may start between weight gradients that are apart.
         shards: what replicas keep in shards between uses, with the distributed optimizer.
+        combined: whether stock runs forwards as one with backwards, to hide experts' all-to-alls.
     """
 
     choice: Choice
@@ -60,6 +61,7 @@ class Candidate:
     sums_last: bool = False
     reduces_early: bool = False
     shards: Shards = "off"
+    combined: bool = False
 
     @property
     def is_stock(self) -> bool:
@@ -99,6 +101,7 @@ class Candidate:
             in_groups = f":group={group}" if group else ""
             one_group = group == self.num_microbatches
             name = "stock breadth-first" if one_group else f"stock {self.schedule}{in_groups}"
+            name += " --overlap-moe-expert-parallel-comm" if self.combined else ""
         shards = f" --shard-segments {self.shards}" if self.shards != "off" else ""
         copies = " --offload-activations on" if self.offload else ""
         preempts = " --preemptive-comm" if self.preemptive else ""
@@ -123,7 +126,7 @@ class Candidate:
             most = (segments - 1) * microbatches + min(microbatches, ahead + 1)
             if self.offload:  # what computes, what leaves, what comes back
                 return min(most, 3)
-        return min(most, segments * microbatches)
+        return min(most + self.combined, segments * microbatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +245,9 @@ def _of_segments(
         aiao = Choice.plain("aiao", segments)
         orders.append(replace(stock, choice=aiao, layers=layers, offload=True))
     setup = stock.setup
+    if setup.expert_parallel > 1 and not setup.fp32 and setup.recompute != "full":
+        apart = segments > 1 or ranks == 1  # what Megatron asks for
+        orders += [replace(order, combined=True) for order in orders if order.is_stock and apart]
     sharded = replace(setup, distributed_optimizer=True)
     # There has to be DP.sync to interrupt, and streams that overtake each other: with tensor or
     # context parallelism a search assumes Megatron's one hardware queue.

@@ -93,6 +93,8 @@ class Link:
 
     A plan of several ranks has its transfers then.
     """
+    combined: bool = False
+    """Whether forwards run as one with backwards: see `plan.passes.combined`."""
     device: Device | None = None
     """The GPUs that run the plan.
 

@@ -54,6 +54,15 @@ def in_turns_s(
     return first_s, both_s - first_s
 
 
+def without_exchanges(costs: Costs) -> Costs:
+    """Return lower bounds of the costs where computations hide all all-to-alls."""
+    forward_s, backward_s = (
+        tuple(whole_s - sent_s for whole_s, sent_s in zip(each_s, costs.ep_sync_s, strict=True))
+        for each_s in (costs.forward_s, costs.backward_s)
+    )
+    return replace(costs, forward_s=forward_s, backward_s=backward_s)
+
+
 def in_pairs(costs: Costs, *, early: bool) -> Costs:
     """Return lower bounds of the costs of micro-batches, in a pair or alone.
 

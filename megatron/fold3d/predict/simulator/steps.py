@@ -19,6 +19,7 @@ from megatron.fold3d.plan.ops import (
     Which,
 )
 from megatron.fold3d.plan.parts import part_begins
+from megatron.fold3d.plan.passes.combined import combined
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.pairs import PAIRED_OPS, chains
 from megatron.fold3d.plan.passes.recompute import recomputed
@@ -112,6 +113,9 @@ class Steps:
         for program in plan.programs if link.overlap_tensor_parallel else ():
             for together in chains(program):
                 self._pair_up([action for action in together if action.op in PAIRED_OPS])
+        for program in plan.programs if link.combined else ():
+            for both in combined(program):
+                self._combine(both)
         self.facts: dict[Name, int] = {}
         self.programs = [list(self._steps(program)) for program in plan.programs]
         self.named = list(self.facts)
@@ -169,6 +173,19 @@ class Steps:
                     begins = op is Op.BACKWARD and action is computed[0]
                     part = 2 * seconds / both_s if both_s else 1.0
                     self._exchange(action, part, beside=not begins)
+
+    def _combine(self, both: tuple[Action, Action]) -> None:
+        """Let a forward and a backward hide each other's all-to-alls, each for its share of both.
+
+        Stock's gain is the most that it can be: ends of the two hide as much as their middle.
+        """
+        whole_s = [self._own_s.get(action, self._whole_s(*action[:2])) for action in both]
+        sent_s = sum(self.costs.ep_sync_s[action.stage] for action in both)
+        both_s = max(sum(whole_s) - sent_s, sent_s)
+        for action, seconds in zip(both, whole_s, strict=True):
+            self._own_s[action] = seconds * both_s / sum(whole_s)
+            if action in self.exchanges:
+                self._exchange(action, beside=True)
 
     def _exchange(self, action: Action, part: float = 1.0, *, beside: bool = False) -> None:
         """Note what a computation sends to experts; of a pair, each sends its part of both."""

@@ -1,0 +1,35 @@
+"""Megatron's ``--overlap-moe-expert-parallel-comm``: a forward and a backward that run as one.
+
+Their layers take turns, and each computes during the other's all-to-alls. Each rank runs one more
+forward ahead, so that the two never need each other:
+
+    before  0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
+    here    0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+
+Only Megatron runs this: the planner compares it with `passes.pairs`.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.schedules import alternate
+
+
+def one_more_ahead(order: Plan) -> Plan:
+    """Return an order of forwards and backwards with each backward one forward later."""
+
+    def later(program: Program) -> Iterator[Action]:
+        forwards = [action for action in program if action.op is Op.FORWARD]
+        backwards = [action for action in program if action.op is Op.BACKWARD]
+        return alternate(forwards, backwards, program.index(backwards[0]))
+
+    return order.lowered(later)
+
+
+def combined(program: Program) -> Iterator[tuple[Action, Action]]:
+    """Yield each forward that runs as one with the backward behind it, and that backward."""
+    computed = (action for action in program if action.op in (Op.FORWARD, Op.BACKWARD))
+    for first, second in pairwise(computed):
+        if (first.op, second.op) == (Op.FORWARD, Op.BACKWARD):
+            yield first, second
