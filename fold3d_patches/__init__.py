@@ -167,11 +167,21 @@ def _parts(run: _Run) -> "Iterator[Part]":
     if run.communicator is not None:
         yield (run.communicator,), ()
     if run.baton is not None:
-        from fold3d_patches.schedule import tensor_parallel_group, token_dispatcher
+        from fold3d_patches.schedule import (
+            discarded_outputs,
+            tensor_parallel_group,
+            token_dispatcher,
+        )
         from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
 
-        group = tensor_parallel_group.patch(run.baton, run.recorder)
-        yield (PairedMicrobatches(run.baton),), (group, token_dispatcher.patch(run.baton))
+        yield (
+            (PairedMicrobatches(run.baton),),
+            (
+                tensor_parallel_group.patch(run.baton, run.recorder),
+                token_dispatcher.patch(run.baton),
+                *discarded_outputs.patches(run.baton),
+            ),
+        )
     if c.num_ranks > 1:
         yield _transfers(run)
     if run.tracer is not None:

@@ -27,13 +27,10 @@ def patch(baton: "Baton | None" = None, recorder: Events = UNHEARD) -> Patch:
         from megatron.fold3d.runtime.tensor_parallel.paired_group import PairedGroup
 
         upstream(*args, **kwargs)
-        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = PairedGroup(
-            parallel_state.get_tensor_model_parallel_group(), hand_over, recorder
-        )
-        experts = parallel_state.get_expert_model_parallel_group()
-        if experts.size() > 1:
-            parallel_state._EXPERT_MODEL_PARALLEL_GROUP = PairedGroup(
-                experts, hand_over, recorder, "EP.sync"
-            )
+        for kind, traced in (("TENSOR", "TP.sync"), ("EXPERT", "EP.sync")):
+            name = f"_{kind}_MODEL_PARALLEL_GROUP"
+            group = getattr(parallel_state, name)
+            if group.size() > 1:  # of one rank, Transformer Engine gets torch's own
+                setattr(parallel_state, name, PairedGroup(group, hand_over, recorder, traced))
 
     return around("megatron.core.parallel_state:initialize_model_parallel", initialize)

@@ -20,7 +20,7 @@ MODEL = (
     "--attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
     "--tensor-model-parallel-size 2"
 )
-AIAO = "--schedule aiao --segments 2"
+AIAO = "--segments 2 --schedule aiao"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 "
     "--moe-token-dispatcher-type alltoall"
@@ -36,12 +36,29 @@ def test_pairs_are_off_unless_asked_for(parser: ArgumentParser):
     assert config(parser, f"{AIAO} --schedule aiao:pairs=on").choice.pairs
 
 
+def test_experts_of_transformer_engine_are_paired_without_tensor_parallelism(
+    parser: ArgumentParser,
+):
+    line = (
+        f"{AIAO}:pairs=on {EXPERTS} --tensor-model-parallel-size 1 --moe-grouped-gemm "
+        "--transformer-impl transformer_engine"
+    )
+    assert config(parser, line).choice.pairs
+
+
 REFUSED = {
     "--schedule stock": "--schedule stock",
     f"{AIAO} --tensor-model-parallel-size 1": "--tensor-model-parallel-size 1",
     f"{AIAO} --attention-dropout 0.1": "--attention-dropout 0.1",
     f"{AIAO} --hidden-dropout 0.1": "--hidden-dropout 0.1",
-    f"{AIAO} --transformer-impl transformer_engine": "--transformer-impl transformer_engine",
+    f"{AIAO} --transformer-impl transformer_engine": (
+        "--transformer-impl transformer_engine and --tensor-model-parallel-size 2"
+    ),
+    f"{AIAO} --fp8-format hybrid": "--fp8-format hybrid",
+    f"{AIAO} --te-rng-tracker": "--te-rng-tracker",
+    f"{AIAO} --recompute-granularity selective --recompute-modules mla_up_proj": (
+        "--recompute-modules mla_up_proj and --tensor-model-parallel-size 2"
+    ),
     f"{AIAO} {EXPERTS} --moe-token-dispatcher-type allgather": (
         "--num-experts 4 and --moe-token-dispatcher-type allgather"
     ),

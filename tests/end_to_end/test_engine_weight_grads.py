@@ -3,11 +3,8 @@
 The modules stand in for Transformer Engine's, which needs a GPU (`tests/runtime/weight_grads`).
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 import pytest
 
@@ -74,16 +71,7 @@ def test_delayed_weight_gradients_of_the_engine_train_what_stock_trains(row: Row
 
 def train_engine(argv: Sequence[str], fuses: bool) -> Record:
     """Train with modules that stand in for Transformer Engine's."""
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    from fold3d_patches.cpu import flags
     from tests.runtime.weight_grads import engine
 
-    installed = ModuleType("transformer_engine")
-    installed.__spec__ = ModuleSpec("transformer_engine", None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "transformer_engine", installed)
-        patch.setattr(flags, "check", lambda _: None)  # kernels for GPUs are not used here
-        patch.setattr(engine.EngineModule, "fuses", fuses)
-        patch.setattr(gpt_layer_specs, "TESpecProvider", engine.Provider)
+    with engine.installed(fuses=fuses):
         return train(argv)

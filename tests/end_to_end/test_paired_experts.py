@@ -36,6 +36,8 @@ BIAS = (
     "--moe-router-load-balancing-type none"
 )
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"
+OUTPUTS = "--recompute-granularity selective --recompute-modules layernorm"
+ENGINE = "--transformer-impl transformer_engine --moe-grouped-gemm"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 SHARED = "--moe-shared-expert-intermediate-size 64"
 PAIRS = ":pairs=on"
@@ -98,6 +100,9 @@ ROWS = (
     Row(f"{AUX} --moe-expert-capacity-factor 1.0", ours=ONE, repeats=True),
     Row(f"{AUX} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", repeats=True),
     Row(f"{AUX} --expert-tensor-parallel-size 1", tp=2),
+    # Outputs that are computed again; modules that stand in for Transformer Engine's.
+    Row(f"{AUX} {OUTPUTS} --expert-tensor-parallel-size 1", tp=2),
+    Row(f"{AUX} {OUTPUTS} moe_act {SHARED} {ENGINE}"),
     # Carried steps, copies to the host and split backwards beside pairs.
     Row(
         f"{AUX} --overlap-grad-reduce --clip-grad 0",
@@ -157,6 +162,15 @@ def trained_with_one_dispatcher(argv: Sequence[str]) -> Record:
 
 def trained(argv: Sequence[str]) -> Record:
     """Train, and record what only experts have: their losses, biases and counts."""
+    if not {"transformer_engine", "--recompute-modules"} & {*argv}:
+        return _trained(argv)
+    from tests.runtime.weight_grads import engine
+
+    with engine.installed():
+        return _trained(argv)
+
+
+def _trained(argv: Sequence[str]) -> Record:
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.utils import unwrap_model
     from megatron.training import training

@@ -162,8 +162,10 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         yield "--use-distributed-optimizer --overlap-param-gather"
     if candidate.shards != "off":
         yield f"--shard-segments {candidate.shards}"
-    if choice.pairs:  # run with Megatron's own layers and without dropout
-        yield "--transformer-impl local --attention-dropout 0 --hidden-dropout 0"
+    if choice.pairs:  # run without dropout, and only Megatron's own layers hand over
+        if candidate.setup.tensor_parallel > 1:
+            yield "--transformer-impl local"
+        yield "--attention-dropout 0 --hidden-dropout 0"
         if candidate.setup.expert_parallel > 1:
             yield "--moe-token-dispatcher-type alltoall"
     if candidate.preemptive:

@@ -395,14 +395,19 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "ahead=auto, wgrad=gaps, step=next with measured shares, "
         "--offload-activations auto": "what it measures are computations one at a time; give a "
         "number or segments, or --offload-activations on",
-        "--transformer-impl other than local": "its modules keep state of one micro-batch at a "
-        "time, of which two need one each; give --transformer-impl local",
+        "--transformer-impl transformer_engine and --tensor-model-parallel-size above 1": "its "
+        "layers' collectives hand nothing over; give --transformer-impl local",
+        "--fp8-format, --fp4-format": "Transformer Engine keeps the scales of one micro-batch at "
+        f"a time; {_BOTH}",
+        "--recompute-modules mla_up_proj and --tensor-model-parallel-size above 1": "a layer "
+        "notes whether one micro-batch has it; drop that module, or pairs=on",
         "--context-parallel-size above 1": "ranks that share a sequence exchange keys and values "
         "in calls that hand nothing over; give 1, or drop pairs=on",
         # Options with process-wide state or further collectives.
         "--mtp-num-layers, --microbatch-group-size-per-virtual-pipeline-stage, --shard-segments, "
-        "slices=on, --tp-comm-overlap, --distribute-saved-activations, "
-        "--preemptive-comm": f"{_UNSHOWN}; {_BOTH}",
+        "slices=on, --tp-comm-overlap, --distribute-saved-activations, --preemptive-comm, "
+        "--te-rng-tracker, --use-transformer-engine-op-fuser, "
+        "--transformer-impl inference_optimized": f"{_UNSHOWN}; {_BOTH}",
     },
     "{} with --preemptive-comm": {
         "stock's schedule": "it schedules the transfers of a plan; give --schedule aiao, or drop "

@@ -214,6 +214,7 @@ _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
         args.recompute_granularity == "full" or args.recompute_layers is not None
     ),
     "--recompute-modules of the engine": engine_modules,
+    "--recompute-modules mla_up_proj": lambda args: "mla_up_proj" in (args.recompute_modules or ()),
     "--segments auto for given numbers": lambda args: (
         args.segments == AUTO and args.recompute_layers != AUTO
     ),

@@ -50,13 +50,14 @@ def trace_problems(args: Namespace) -> Iterator[str]:
 
 
 def records_tp_sync(args: Namespace) -> bool:
-    """Return whether a trace has the collectives of layers: those of Megatron's own.
+    """Return whether a trace has the collectives of layers: those that Megatron's own code calls.
 
-    Transformer Engine takes the process group apart, and experts ask more of it than its wrapper
-    passes on, unless they send tokens by all-to-all.
+    Transformer Engine takes the process group of tensor-parallel layers apart, and experts ask more
+    of theirs than its wrapper passes on, unless they send tokens by all-to-all.
     """
-    wraps = args.transformer_impl == "local" and not args.tp_comm_overlap
+    tensor_ranks = args.tensor_model_parallel_size
+    wraps = tensor_ranks == 1 or (args.transformer_impl == "local" and not args.tp_comm_overlap)
     if args.num_experts:
         wraps = wraps and args.moe_token_dispatcher_type == "alltoall"
-    ranks = args.tensor_model_parallel_size * (args.expert_model_parallel_size or 1)
+    ranks = tensor_ranks * (args.expert_model_parallel_size or 1)
     return bool(args.trace is not None and ranks > 1 and wraps)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, utils
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import GlobalMemoryBuffer
 
@@ -149,3 +149,23 @@ def test_a_backward_runs_on_the_thread_that_starts_it(baton: Baton):
     assert threads["a"] == {threading.get_ident()}
     assert len(threads["b"]) == 1
     assert threads["a"] != threads["b"]
+
+
+def test_each_has_the_profilers_ranges_that_it_has_opened(
+    baton: Baton, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(utils, "_nvtx_enabled", True)
+    monkeypatch.setattr(utils, "_nvtx_range_messages", [])
+
+    def ranges(*names: str) -> Callable[[], None]:
+        def run() -> None:
+            for name in names:
+                utils.nvtx_range_push(name)
+                baton.hand_over()
+                utils.nvtx_range_pop(name)
+
+        return run
+
+    utils.nvtx_range_push("pair")
+    baton.run(ranges("attention", "mlp"), ranges("mlp", "attention"), CPU)
+    utils.nvtx_range_pop("pair")

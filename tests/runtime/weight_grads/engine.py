@@ -2,13 +2,20 @@
 
 Written after Transformer Engine 2.8 to 2.20 (``pytorch/module``): what a module does with its
 ``wgrad_store``, what its backward returns then, and what ``backward_dw`` expects and leaves. The
-matmuls, and tensor parallelism, are those of Megatron's own layers. `provider` puts them where
+matmuls, and tensor parallelism, are those of Megatron's own layers. `installed` puts them where
 Megatron's ``TESpecProvider`` puts Transformer Engine's.
 """
 
 import queue
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -17,6 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 
 
 class WeightGradStore:
@@ -151,6 +159,27 @@ class Row(_Wrapped, RowParallelLinear):
         self.begin_engine(use_bias=self.bias is not None)
 
 
+class Grouped(torch.nn.Module):
+    """The matmuls of several experts, one after the other: Transformer Engine's ``GroupedLinear``.
+
+    Its weights are parameters of their own, ``weight0`` and so on.
+    """
+
+    def __init__(
+        self, num_gemms: int, input_size: int, output_size: int, *, init_method: Any, **_: Any
+    ) -> None:
+        super().__init__()
+        for number in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(output_size, input_size))
+            init_method(weight.data)
+            weight.allreduce = False  # replicas that share experts have others
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, tokens: Any, sizes: list[int]) -> Any:
+        parts = zip(tokens.split(sizes), self.parameters(), strict=True)
+        return torch.cat([part.matmul(weight.t()) for part, weight in parts]), None
+
+
 class Provider(LocalSpecProvider):
     def column_parallel_linear(self) -> type:
         return Column
@@ -166,3 +195,30 @@ class Provider(LocalSpecProvider):
 
     def layer_norm(self, *args: Any, has_residual: bool = False, **kwargs: Any) -> Any:
         return super().layer_norm(*args, **kwargs)
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        if not moe_use_grouped_gemm:
+            return super().grouped_mlp_modules(moe_use_grouped_gemm)
+        return partial(TEGroupedMLP, submodules=GroupedMLPSubmodules(Grouped, Grouped))
+
+
+@contextmanager
+def installed(*, fuses: bool = False) -> Iterator[None]:
+    """Let Megatron build models of these modules with ``--transformer-impl transformer_engine``."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import random
+
+    from fold3d_patches.cpu import flags
+
+    module = ModuleType("transformer_engine")
+    module.__spec__ = ModuleSpec("transformer_engine", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "transformer_engine", module)
+        patch.setattr(flags, "check", lambda _: None)  # kernels for GPUs are not used here
+        patch.setattr(EngineModule, "fuses", fuses)
+        patch.setattr(gpt_layer_specs, "TESpecProvider", Provider)
+        without_fp8 = SimpleNamespace(is_fp8_enabled=lambda: False)
+        patch.setattr(random, "FP8GlobalStateManager", without_fp8, raising=False)
+        for name in ("activation_recompute_forward", "fp8_autocast"):
+            patch.setattr(random, name, lambda **_: nullcontext(), raising=False)
+        yield

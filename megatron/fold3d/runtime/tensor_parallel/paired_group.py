@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from megatron.fold3d.runtime.events import UNHEARD, Events
+from megatron.fold3d.runtime.events import Events
 from megatron.fold3d.runtime.torch_names import method_of, under_both_names
 
 
@@ -38,8 +38,8 @@ class PairedGroup(dist.ProcessGroup):
         self,
         group: dist.ProcessGroup,
         hand_over: Callable[[], None],
-        recorder: Events = UNHEARD,
-        name: str = "TP.sync",
+        recorder: Events,
+        name: str,
     ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # an overload
         self.group = group

@@ -7,7 +7,7 @@ does not change this state for it.
 from dataclasses import dataclass
 from typing import Any, Self
 
-from megatron.core import parallel_state
+from megatron.core import parallel_state, utils
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import GlobalMemoryBuffer
 
@@ -21,12 +21,14 @@ class ProcessState:
         is_checkpointing: whether a checkpointed function is running, or running again.
         random_name: the name of the random state that is in the generator.
         random_states: the states of the generators, and the named states that are in no generator.
+        nvtx_ranges: the names of the profiler's ranges that are open.
     """
 
     memory_buffer: GlobalMemoryBuffer
     is_checkpointing: bool
     random_name: str
     random_states: tuple[Any, ...]
+    nvtx_ranges: list[str]
 
     @classmethod
     def now(cls) -> Self:
@@ -36,6 +38,7 @@ class ProcessState:
             is_checkpointing=random.IS_CHECKPOINTING,
             random_name=random.get_cuda_rng_tracker()._current_state_name,
             random_states=random._get_all_rng_states(),
+            nvtx_ranges=utils._nvtx_range_messages,
         )
 
     def restore(self) -> None:
@@ -44,3 +47,4 @@ class ProcessState:
         random.IS_CHECKPOINTING = self.is_checkpointing
         random.get_cuda_rng_tracker()._current_state_name = self.random_name
         random._set_all_rng_states(*self.random_states)
+        utils._nvtx_range_messages = self.nvtx_ranges
