@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from megatron.fold3d.plan.files import parse_plan
 from megatron.fold3d.plan.ir import Action, Op, PlanError
+from megatron.fold3d.plan.passes.combined import one_more_ahead
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 
@@ -125,7 +126,9 @@ def test_a_table_with_stages_in_a_v_is_refused(schedule: type, p: int, order: st
         verify(parse_plan(table.getvalue().encode()))
 
 
-def megatrons(p: int, v: int, m: int, group_size: int) -> list[list[str]]:
+def megatrons(
+    p: int, v: int, m: int, group_size: int, *, combined: bool = False
+) -> list[list[str]]:
     """Megatron's interleaved order, from the table and the warm-up that its schedule reads."""
     from megatron.core.pipeline_parallel.schedules import (
         get_pp_rank_microbatches,
@@ -138,7 +141,11 @@ def megatrons(p: int, v: int, m: int, group_size: int) -> list[list[str]]:
         group = SimpleNamespace(size=lambda: p, rank=lambda rank=rank: rank)
         communicator = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=v)
         total, _, ahead, remaining = get_pp_rank_microbatches(
-            m, v, group_size, p2p_communicator=communicator
+            m,
+            v,
+            group_size,
+            overlap_moe_expert_parallel_comm=combined,
+            p2p_communicator=communicator,
         )
         forwards = [f"{chunk * p + rank}F{i}" for i, chunk in table]
         backwards = [f"{(v - 1 - chunk) * p + rank}B{i}" for i, chunk in table]
@@ -164,6 +171,10 @@ def accepted_by_megatron(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[in
 @pytest.mark.parametrize(("p", "v", "m", "group_size"), accepted_by_megatron(SIZES))
 def test_interleaved_is_megatrons(p: int, v: int, m: int, group_size: int):
     assert ours("interleaved", p, v, m, group_size) == megatrons(p, v, m, group_size)
+    sizes = {"num_ranks": p, "num_segments": v, "num_microbatches": m, "group_size": group_size}
+    later = one_more_ahead(build("interleaved", **sizes))
+    expected = megatrons(p, v, m, group_size, combined=True)
+    assert [[str(action) for action in program] for program in later.programs] == expected
 
 
 @pytest.mark.parametrize("schedule", ["breadth-first", "aiao"])

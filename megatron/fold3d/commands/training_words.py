@@ -93,7 +93,7 @@ _FLAGS: Mapping[str, Any] = {
             *("sequence_parallel", "use_tp_pp_dp_mapping", "use_distributed_optimizer"),
             *("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16"),
             *("accumulate_allreduce_grads_in_fp32", "ddp_reduce_scatter_with_fp32_accumulation"),
-            *("recompute_activations", "optimizer_cpu_offload"),
+            *("recompute_activations", "optimizer_cpu_offload", "overlap_moe_expert_parallel_comm"),
             *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
             *("deterministic_mode", "use_torch_fsdp2", "use_megatron_fsdp", "moe_layer_recompute"),
         ),
