@@ -436,9 +436,13 @@ def test_early_recomputation_and_pairs_are_bounded_too():
 def test_pairs_are_proposed_where_they_hide_more_of_the_all_to_alls_than_they_cost():
     experts = replace(SMALL, num_experts=8, experts_per_token=4)
     sizes = Given(num_ranks=2, num_segments=2, microbatch_size=1, tensor_parallel=1)
-    given = replace(sizes, expert_parallel=2)
     assumed = frozenset({"overlap-tensor-parallel"})
-    for faster, is_paired in ((1, True), (1e6, False)):
+    for faster, recompute, is_paired, is_combined in (
+        (1, "full", True, False),
+        (1e6, "full", False, False),
+        (1, "none", False, True),  # stock's own overlap, which refuses full recomputation
+    ):
+        given = replace(sizes, expert_parallel=2, recompute=recompute)
         nodes = replace(
             SLOW,
             num_nodes=16,
@@ -450,6 +454,7 @@ def test_pairs_are_proposed_where_they_hide_more_of_the_all_to_alls_than_they_co
         best = found.best[0].candidate
         assert bool(best.choice.pairs) == is_paired
         assert ("pairs=on" in str(best.choice)) == is_paired
+        assert best.combined == is_combined
 
 
 def test_fewer_layers_are_recomputed_where_memory_allows_it():
