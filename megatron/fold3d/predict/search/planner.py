@@ -45,19 +45,9 @@ from megatron.fold3d.predict.search.candidate_timeline import (
     undisturbed,
     without_grad_sync,
 )
-from megatron.fold3d.predict.search.candidates import (
-    FREE,
-    Assumption,
-    Candidate,
-    Given,
-    candidates,
-)
+from megatron.fold3d.predict.search.candidates import FREE, Assumption, Candidate, Given, candidates
 from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
-from megatron.fold3d.predict.search.many_microbatches import (
-    extended,
-    may_be_extended,
-    measures,
-)
+from megatron.fold3d.predict.search.many_microbatches import extended, may_be_extended, measures
 from megatron.fold3d.predict.search.neighbours import (
     in_16_bits,
     neighbours,

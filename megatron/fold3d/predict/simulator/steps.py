@@ -9,15 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
-from megatron.fold3d.plan.ops import (
-    LINK_OPS,
-    P2P_OPS,
-    SEND_OPS,
-    SUM_OPS,
-    TABLE,
-    WEIGHT_OPS,
-    Which,
-)
+from megatron.fold3d.plan.ops import LINK_OPS, P2P_OPS, SEND_OPS, SUM_OPS, TABLE, WEIGHT_OPS, Which
 from megatron.fold3d.plan.parts import part_begins
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.pairs import PAIRED_OPS, chains
