@@ -198,10 +198,7 @@ def stage_times(costs: Costs) -> StageTimes:
         )
     return StageTimes(
         forward_s=costs.forward_s,
-        backward_s=tuple(
-            whole_s - weight_s
-            for whole_s, weight_s in zip(costs.backward_s, costs.weight_s, strict=True)
-        ),
+        backward_s=costs.input_s,
         weight_s=tuple(weight_s + costs.split_s for weight_s in costs.weight_s),
         transfer_s=costs.p2p_latency_s + costs.p2p_s,
     )

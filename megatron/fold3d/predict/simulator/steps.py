@@ -202,12 +202,8 @@ class Steps:
 
 def _backward_s(plan: Plan, costs: Costs) -> tuple[float, ...]:
     """Return the seconds of each stage's backward, without weight gradients if they are split."""
-    if not costs.weight_s:
-        return costs.backward_s
     split = frozenset().union(*map(split_stages, plan.programs))
+    both = zip(costs.input_s, costs.backward_s, strict=True)
     return tuple(
-        whole_s - weight_s * (stage in split)
-        for stage, (whole_s, weight_s) in enumerate(
-            zip(costs.backward_s, costs.weight_s, strict=True)
-        )
+        input_s if stage in split else whole_s for stage, (input_s, whole_s) in enumerate(both)
     )
