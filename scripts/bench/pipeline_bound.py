@@ -18,9 +18,8 @@ from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.predicted import Predicted
-from megatron.fold3d.predict.search.descent import Descent, Space
+from megatron.fold3d.predict.search.descent import Descent, Space, worth_trying
 from megatron.fold3d.predict.search.judge import Judge
-from megatron.fold3d.predict.search.order_choice import worth_trying
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.lower_bound import Bounds

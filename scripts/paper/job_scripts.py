@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fold3d.commands.training_flags import layout_of
-from megatron.fold3d.predict.cost_model.layers import layers_of_stages
+from megatron.fold3d.policy.partition import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from scripts.paper import on_testbed
 from scripts.paper.points import Point

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.observe.fields import is_number
+from megatron.fold3d.policy.partition import layers_of_stages
 from megatron.fold3d.predict.cost_model.cluster import NODES
-from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
 
 MICROBATCH_SIZE = 4  # "without further specifications", Sec. VI

@@ -41,7 +41,7 @@ def test_a_script_is_read_with_its_variables(tmp_path: Path):
     shape = found.model()
     assert (shape.num_layers, shape.num_attention_heads, shape.seq_length) == (32, 32, 8192)
     assert shape.num_parameters == SHAPES["llama3-8b"].num_parameters == 8_030_261_248
-    assert (found.args.global_batch_size, found.given().fp32) == (128, False)
+    assert (found.args.global_batch_size, found.given().rest.fp32) == (128, False)
     assert found.notes() == (
         f"read from {file}: 32 layers of 4096, 32 heads (8 of keys and values), gated "
         "feed-forward layers of 14336, sequences of 8192, a vocabulary of 128256: 8.0 billion "

@@ -8,11 +8,7 @@ from typing import Any, get_args
 
 from megatron.fold3d.commands.console import OK, Progress, write
 from megatron.fold3d.commands.cost_sources import add_cluster_options, named_cluster
-from megatron.fold3d.commands.megatron_flags import (
-    Described,
-    add_training_flags,
-    given_training,
-)
+from megatron.fold3d.commands.megatron_flags import Described, add_training_flags, given_training
 from megatron.fold3d.commands.search_lines import environment, gains, lines_of, plot, rates_of
 from megatron.fold3d.commands.training_flags import (
     check_trains,

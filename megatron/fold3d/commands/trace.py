@@ -21,12 +21,7 @@ from megatron.fold3d.observe.breakdown import (
 from megatron.fold3d.observe.report.chrome import to_chrome
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.observe.trace_files import (
-    CLOCKS,
-    RankTrace,
-    pipeline,
-    read_ranks,
-)
+from megatron.fold3d.observe.trace_files import CLOCKS, RankTrace, pipeline, read_ranks
 from megatron.fold3d.observe.trace_timeline import to_timeline
 from megatron.fold3d.plan.ir import Plan, PlanError, carried
 from megatron.fold3d.predict.cost_model.model_shape import model_shape

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_to, send_of, source_of
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline
@@ -41,7 +42,7 @@ def to_timeline(ranks: Sequence[RankTrace]) -> Timeline:
     timeline = Timeline.of(
         [
             *(s for c in rows for s in spans_of(c.row, c.number, c.start_s + offset_s)),
-            *(message.span(offsets_s) for message in received),
+            *(message.span(offsets_s[message.sender], offset_s) for message in received),
         ]
         for rows, received, offset_s in zip(clocks, messages, offsets_s, strict=True)
     )
@@ -107,23 +108,21 @@ class _Clocked:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
+class _Message(NamedTuple):
     """A message from its departure on the sender's clock to its arrival on the receiver's."""
 
     action: Action
     sender: int
-    receiver: int
     departure_s: float
     arrival_s: float
     found_s: float
     """When the receiver was free and the message was there; infinite if the receiver waited."""
     iteration: int
 
-    def span(self, offsets_s: Sequence[float]) -> Span:
-        start_s = self.departure_s + offsets_s[self.sender]
-        end_s = self.arrival_s + offsets_s[self.receiver]
-        end_s = min(end_s, max(start_s, self.found_s + offsets_s[self.receiver]))
+    def span(self, sender_s: float, receiver_s: float) -> Span:
+        """Return it on one clock, from the offsets of the two."""
+        start_s, end_s = self.departure_s + sender_s, self.arrival_s + receiver_s
+        end_s = min(end_s, max(start_s, self.found_s + receiver_s))
         return Span(Lane.P2P, min(start_s, end_s), end_s, self.action, self.iteration)
 
 
@@ -148,9 +147,8 @@ def _messages(clocks: Sequence[Sequence[_Clocked]], receiver: int) -> Iterator[_
                 continue  # the first stage reads no message, nor does the last one's backward
             sent = there[sender].get(send_of(message))
             yield _Message(
-                action=message,
-                sender=sender,
-                receiver=receiver,
+                message,
+                sender,
                 departure_s=sent[0] if sent else computed[1],
                 arrival_s=here[message][1] if message in here else start_s,
                 found_s=found_s.get(action, inf),

@@ -28,14 +28,7 @@ from operator import indexOf, itemgetter
 from reprlib import repr as shortened
 from typing import Concatenate, NamedTuple, Self
 
-from megatron.fold3d.plan.ops import (
-    COMPUTE_OPS,
-    PART_OPS,
-    STAGE_OPS,
-    SUM_OPS,
-    TABLE,
-    OpScope,
-)
+from megatron.fold3d.plan.ops import COMPUTE_OPS, PART_OPS, STAGE_OPS, SUM_OPS, TABLE, OpScope
 from megatron.fold3d.plan.ops import Op as Op
 
 WHOLE = 1000

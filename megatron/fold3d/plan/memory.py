@@ -11,7 +11,6 @@ gradient        whole gradients                                        stage
 
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping
-from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import WHOLE, Op, Plan, Program, carried
 from megatron.fold3d.plan.ops import COPY_OPS, FREE_OPS, STAGE_OPS, TABLE
@@ -22,15 +21,10 @@ _OF_STAGES = frozenset(
 )
 
 
+_Held = tuple[int, int | None]
+"""Something in memory, of a micro-batch of a stage or of the whole stage."""
 Moment = tuple[int, tuple[int, ...]]
 """The segment of a running backward, and the micro-batches that each segment holds meanwhile."""
-
-
-class Held(NamedTuple):
-    """Something in memory, of a micro-batch or of a whole stage."""
-
-    stage: int
-    microbatch: int | None
 
 
 def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
@@ -145,19 +139,19 @@ def _peak(
     """
     now = peak = 0
     split = split_stages(program) if what == "saved" else frozenset()
-    held: Counter[Held] = Counter()
+    held: Counter[_Held] = Counter()
     in_parts: dict[int, int] = {}  # by stage, the micro-batches of its parts
-    leaving: deque[list[Held]] = deque([] for _ in range(depth))
+    leaving: deque[list[_Held]] = deque([] for _ in range(depth))
     for action in program:
         row = TABLE[action.op]
-        mine = Held(action.stage, None if what in _OF_STAGES else action.microbatch)
+        mine = action.stage, None if what in _OF_STAGES else action.microbatch
         taken = [mine] if row.takes == what and not (what in _OF_STAGES and held[mine]) else []
         held.update(taken)
         given = [mine] if what in row.gives else []
         if action.op is Op.BACKWARD and action.stage in split:  # its weight gradients still read it
             given = []
         elif action.op is Op.WEIGHT_PART:  # of every micro-batch a part: as if some were done
-            own = [each for each in held if each.stage == action.stage and held[each]]
+            own = [each for each in held if each[0] == action.stage and held[each]]
             whole = in_parts.setdefault(action.stage, len(own))
             left = whole - whole * action.end // WHOLE
             given = own[: len(own) - left] if what in row.gives else []
@@ -170,7 +164,7 @@ def _peak(
         given = [each for each in given if held[each]]
         held.subtract(given)
         if taken or given:
-            now += sum(stages is None or each.stage in stages for each in taken)
+            now += sum(stages is None or stage in stages for stage, _ in taken)
             peak = max(peak, now)
-            now -= sum(stages is None or each.stage in stages for each in given)
+            now -= sum(stages is None or stage in stages for stage, _ in given)
     return peak

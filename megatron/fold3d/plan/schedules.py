@@ -2,7 +2,8 @@
 
 A generator yields only the computations of one rank; `passes` add transfers, gradient sync and
 offload. Every schedule runs forwards, backwards and weight gradients in the order of micro-batches,
-so all schedules sum gradients in the same order.
+so all schedules sum gradients in the same order. Those of Zero Bubble (Qi et al., ICLR 2024) place
+weight gradients as if all computations took equally long; `place_weight_grads` uses given times.
 
     p = num_ranks, v = num_segments, m = num_microbatches; rank 0 of p=2, v=2, m=3:
 
@@ -110,6 +111,32 @@ def aiao(
     yield from _backwards(stages, num_microbatches)
 
 
+def zb_h1(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+    """Yield ZB-H1: 1F1B whose weight gradients fill its bubble (Sec. 2.1).
+
+    Rank r runs 1F1B's ``p - 1 - r`` forwards ahead and delays the weight gradients of r
+    micro-batches. Backwards come first, since another rank waits for them. Each rank holds at most
+    p micro-batches, as many as the first rank of 1F1B. Rank 3 of p=4, m=5:
+
+        F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 W2 W3 W4
+    """
+    order = one_f_one_b(rank, num_ranks, num_microbatches)
+    yield from _split(order, rank, num_microbatches, delayed=rank)
+
+
+def zb_h2(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+    """Yield ZB-H2: twice as far ahead as ZB-H1, without a bubble (Sec. 2.2).
+
+    Rank r runs ``2 (p - 1 - r)`` forwards ahead and delays the weight gradients of 2 r
+    micro-batches: each rank holds up to ``2 p - 1``. Where forwards, backwards and weight gradients
+    are equally long, no rank waits between its first forward and its last weight gradient. Ranks
+    begin and end one after the other, so the full gain needs iterations that begin on a rank
+    before all other ranks have ended the previous one.
+    """
+    order = one_f_one_b(rank, num_ranks, num_microbatches, forwards_ahead=2)
+    yield from _split(order, rank, num_microbatches, delayed=2 * rank)
+
+
 SCHEDULES = (
     *("aiao", "afab", "1f1b", "interleaved", "breadth-first", "shifted-critical-path"),
     *("zb-h1", "zb-h2"),
@@ -168,21 +195,17 @@ def build(
         check_forwards_ahead(forwards_ahead, schedule)
     ahead = FORWARDS_AHEAD.get(schedule, 0) if forwards_ahead is None else forwards_ahead
     looped = (num_ranks, num_segments, num_microbatches)
+    one_segment = (num_ranks, num_microbatches)
     generators: dict[str, Callable[[int], Iterable[Action]]] = {
         "aiao": lambda rank: aiao(rank, *looped, ahead),
         "afab": lambda rank: afab(rank, *looped),
-        "1f1b": lambda rank: one_f_one_b(rank, num_ranks, num_microbatches, ahead),
+        "1f1b": lambda rank: one_f_one_b(rank, *one_segment, ahead),
         "interleaved": lambda rank: interleaved(rank, *looped, group_size, ahead),
         "breadth-first": lambda rank: interleaved(rank, *looped, num_microbatches),
-        "shifted-critical-path": lambda rank: shifted_critical_path(
-            rank, num_ranks, num_microbatches
-        ),
+        "shifted-critical-path": lambda rank: shifted_critical_path(rank, *one_segment),
+        "zb-h1": lambda rank: zb_h1(rank, *one_segment),
+        "zb-h2": lambda rank: zb_h2(rank, *one_segment),
     }
-    if schedule in SPLIT_SCHEDULES:
-        from megatron.fold3d.plan import zero_bubble
-
-        generator = {"zb-h1": zero_bubble.zb_h1, "zb-h2": zero_bubble.zb_h2}[schedule]
-        generators[schedule] = lambda rank: generator(rank, num_ranks, num_microbatches)
     if schedule not in generators:
         raise PlanError(f"unknown schedule {schedule!r}; choose from {', '.join(SCHEDULES)}")
     return Plan(tuple(tuple(generators[schedule](rank)) for rank in range(num_ranks)))
@@ -225,6 +248,19 @@ def groups_of(num_microbatches: int, group_size: int, num_ranks: int) -> list[ra
         num_groups = max(num_groups, 1)
         bounds = [num_microbatches * i // num_groups for i in range(num_groups + 1)]
     return [range(first, end) for first, end in pairwise(bounds)]
+
+
+def _split(
+    order: Iterator[Action], rank: int, num_microbatches: int, *, delayed: int
+) -> Iterator[Action]:
+    """Yield an order in which each weight gradient runs ``delayed`` backwards after its own."""
+    delayed = min(delayed, num_microbatches)
+    for stage, op, microbatch in order:
+        yield Action(stage, op, microbatch)
+        if op is Op.BACKWARD and microbatch is not None and microbatch >= delayed:
+            yield Action(stage, Op.WEIGHT, microbatch - delayed)
+    for microbatch in range(num_microbatches - delayed, num_microbatches):
+        yield Action(rank, Op.WEIGHT, microbatch)
 
 
 def _forwards(stages: Iterable[int], num_microbatches: int) -> Iterator[Action]:

@@ -11,15 +11,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import count, product
 
-from megatron.fold3d.plan.ir import (
-    Action,
-    Op,
-    Plan,
-    PlanError,
-    Program,
-    carried,
-    gc_paused,
-)
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program, carried, gc_paused
 from megatron.fold3d.plan.ops import (
     FREE_OPS,
     P2P_OPS,

@@ -6,7 +6,6 @@ up to the transfers of a plan.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import Action, Op, Program
 from megatron.fold3d.plan.ops import LINK_OPS, STAGE_OPS, TABLE, Need, Which
@@ -15,13 +14,6 @@ _RULES: dict[Op, tuple[Need, ...]] = {
     op: tuple(need for need in row.needs if need.op in LINK_OPS and need.which is not Which.INPUT)
     for op, row in TABLE.items()
 }
-
-
-class Awaited(NamedTuple):
-    """An action that another waits for, and how many iterations before it ran last: 0 or 1."""
-
-    action: Action
-    ago: int
 
 
 class Waits:
@@ -45,12 +37,15 @@ class Waits:
                 self._places[action] = index
                 self._of_stage[action.stage, action.op].append(action)
 
-    def at(self, index: int, action: Action) -> Iterator[Awaited]:
-        """Yield what the action at an index of the program waits for."""
+    def at(self, index: int, action: Action) -> Iterator[tuple[Action, int]]:
+        """Yield what the action at an index of the program waits for, and of which iteration.
+
+        Of the same iteration, 0, or of the one before, 1.
+        """
         for need in self.rules.get(action.op, ()):
             found = self._of_stage.get((action.stage, need.op), ())
             if need.which is Which.SAME and need.op not in STAGE_OPS:
                 same = Action(action.stage, need.op, action.microbatch)
                 found = [same] if same in self._places else ()
             for needed in found:
-                yield Awaited(needed, int(self._places[needed] > index))
+                yield needed, int(self._places[needed] > index)

@@ -178,6 +178,20 @@ def _balanced(start: Layers, times: RankTimes) -> Layers:
     return over_segments(of_rank, segments)
 
 
+def layers_of_stages(num_layers: int, num_ranks: int, num_segments: int) -> Layers:
+    """Return the number of layers of each stage, as even as possible over ranks, then over stages.
+
+    The remainder goes to the ranks in the middle, since the first has the embedding and the last
+    the head. Within a rank it goes to the first segments.
+    """
+    each, left = divmod(num_layers, num_ranks)
+    order = [*range(1, num_ranks - 1), 0, num_ranks - 1]
+    of_rank = [each] * num_ranks
+    for rank in order[:left] if num_ranks > 1 else ():
+        of_rank[rank] += 1
+    return over_segments(of_rank, num_segments)
+
+
 def over_segments(of_rank: Sequence[int], num_segments: int) -> Layers:
     """Return the layers of each stage, from those of each rank; its first stages may have more."""
     return tuple(

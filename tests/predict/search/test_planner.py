@@ -9,9 +9,9 @@ from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.schedule_word import spelled
 from megatron.fold3d.plan.verify import verify
+from megatron.fold3d.policy.partition import layers_of_stages
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
-from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.bounds import exact_bytes

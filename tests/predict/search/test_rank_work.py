@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.policy.partition import best_partition
+from megatron.fold3d.policy.partition import best_partition, layers_of_stages
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
-from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.search.rank_work import rank_times
 from megatron.fold3d.predict.search.segments import SimulatedRun
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.passes.place_weight_grads import place_weight_grads
 from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, ONE_SEGMENT_SCHEDULES, build
-from megatron.fold3d.predict.search.order_choice import stage_times
+from megatron.fold3d.predict.search.judge import stage_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.lower_bound import (

@@ -4,7 +4,7 @@ While activations are held, a rank holds at most the bytes of `peak_resident`. A
 buffers are whole again, for the optimizer's step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
@@ -39,9 +39,7 @@ def sharded_footprint(
             static
             + _saving(
                 tuple(a for a in program if a.op not in _FREE_GRADS or a.stage not in late),
-                gradient_bytes[rank :: plan.num_ranks],
-                rank,
-                plan,
+                {s: gradient_bytes[s] for s in range(rank, plan.num_stages, plan.num_ranks)},
                 setup,
             )
             for rank, (static, program) in enumerate(
@@ -66,7 +64,7 @@ def aiao_change(gradient_bytes: Sequence[float], setup: Setup, shards: Shards) -
     if shards == "off":
         return 0.0
     plan = _of_one_rank(len(gradient_bytes), shards)
-    return _saving(plan.programs[0], gradient_bytes, 0, plan, setup)
+    return _saving(plan.programs[0], dict(enumerate(gradient_bytes)), setup)
 
 
 def _freed_late(program: Program) -> frozenset[int]:
@@ -75,12 +73,8 @@ def _freed_late(program: Program) -> frozenset[int]:
     return frozenset(carried(program).keys() & freed)
 
 
-def _saving(
-    program: Program, gradient_bytes: Sequence[float], rank: int, plan: Plan, setup: Setup
-) -> float:
-    stages = range(rank, plan.num_stages, plan.num_ranks)
+def _saving(program: Program, gradients: Mapping[int, float], setup: Setup) -> float:
     per_gradient = setup.element_bytes / setup.gradient_bytes
-    gradients = dict(zip(stages, gradient_bytes, strict=True))
     parameters = {stage: size * per_gradient for stage, size in gradients.items()}
     whole = sum(gradients.values()) + sum(parameters.values())
     return peak_resident(program, parameters, gradients, setup.num_replicas) - whole

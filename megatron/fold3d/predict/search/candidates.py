@@ -10,8 +10,8 @@ from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.passes.pairs import num_pairs
 from megatron.fold3d.plan.schedule_word import STOCK
 from megatron.fold3d.plan.schedules import groups_of
+from megatron.fold3d.policy.partition import layers_of_stages
 from megatron.fold3d.predict.cost_model.cluster import Cluster
-from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sharded_footprint import Shards
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup

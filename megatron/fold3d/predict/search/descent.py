@@ -15,9 +15,10 @@ from megatron.fold3d.plan.choice import Choice, Segment
 from megatron.fold3d.plan.compile import forward_only
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.schedules import FORWARDS_AHEAD
+from megatron.fold3d.policy.forwards_ahead import forwards_that_hide
 from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.search.judge import Judge
-from megatron.fold3d.predict.search.order_choice import worth_trying
+from megatron.fold3d.predict.simulator.costs import Costs
 
 MOST_ACTIONS = 600_000
 """Of a search. At 30 us each these are 20 s; counted, so that slow machines find the same."""
@@ -266,3 +267,17 @@ def with_other_forwards_ahead(judge: Judge) -> list[Choice]:
     usual = first.ahead or FORWARDS_AHEAD[first.schedule]
     numbers = worth_trying(judge.costs, judge.num_ranks, judge.num_microbatches)
     return [replace(first, ahead=number) for number in numbers if number != usual]
+
+
+def worth_trying(costs: Costs, num_ranks: int, num_microbatches: int) -> range:
+    """Return the numbers of forwards ahead that may take the least time.
+
+    The largest is two more than are needed to hide the transfers: on a shared link these can still
+    help while the pipeline fills. It is below the number of micro-batches, with which the last rank
+    but one already runs all forwards first.
+    """
+    forward_s, backward_s = max(
+        zip(costs.forward_s[-num_ranks:], costs.backward_s[-num_ranks:], strict=True), key=sum
+    )
+    most = forwards_that_hide(forward_s, backward_s, costs.p2p_latency_s + costs.p2p_s) + 2
+    return range(1, 1 + max(1, min(most, num_microbatches - 1)))

@@ -15,9 +15,8 @@ from megatron.fold3d.plan.compile import Features, lower, order_of
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.ops import WEIGHT_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
-from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes, placed_orders
+from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes, StageTimes, placed_orders
 from megatron.fold3d.policy.predicted import Predicted
-from megatron.fold3d.predict.search.order_choice import stage_times
 from megatron.fold3d.predict.search.simulated_shares import auto_shares, with_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import PLAIN, Link
@@ -184,3 +183,22 @@ def _stepping_last(costs: Costs, num_ranks: int) -> Costs:
         return costs
     first = tuple(sum(steps[rank::num_ranks]) for rank in range(num_ranks))
     return replace(costs, optimizer_s=first + (0.0,) * (len(steps) - num_ranks))
+
+
+def stage_times(costs: Costs) -> StageTimes:
+    """Return the times that the placement of weight gradients needs.
+
+    Raises:
+        PlanError: the costs have no separate time for weight gradients.
+    """
+    if not any(costs.weight_s):
+        raise PlanError(
+            "wgrad=gaps: costs have no weight gradients to place; give weight_s, "
+            "the part of backward_s that they are"
+        )
+    return StageTimes(
+        forward_s=costs.forward_s,
+        backward_s=costs.input_s,
+        weight_s=tuple(weight_s + costs.split_s for weight_s in costs.weight_s),
+        transfer_s=costs.p2p_latency_s + costs.p2p_s,
+    )

@@ -69,8 +69,9 @@ def measured_search(
         costs = replace(costs, grad_sync_s=halves, param_gather_s=gathers)
 
     def may_hold(plan: Plan) -> HeldSizes:
-        is_counted = held is None or first.held is not None
-        return HeldSizes.counted(plan, first.held) if is_counted or held is None else held
+        if held is None or first.held is not None:
+            return HeldSizes.counted(plan, first.held)
+        return held
 
     def judge(choice: Choice) -> Judge:
         whole = choice.stages(order.num_ranks, optimizer="replicated")

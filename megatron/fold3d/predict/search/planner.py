@@ -45,19 +45,9 @@ from megatron.fold3d.predict.search.candidate_timeline import (
     undisturbed,
     without_grad_sync,
 )
-from megatron.fold3d.predict.search.candidates import (
-    FREE,
-    Assumption,
-    Candidate,
-    Given,
-    candidates,
-)
+from megatron.fold3d.predict.search.candidates import FREE, Assumption, Candidate, Given, candidates
 from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
-from megatron.fold3d.predict.search.many_microbatches import (
-    extended,
-    may_be_extended,
-    measures,
-)
+from megatron.fold3d.predict.search.many_microbatches import extended, may_be_extended, measures
 from megatron.fold3d.predict.search.neighbours import (
     in_16_bits,
     neighbours,
@@ -335,6 +325,7 @@ class _Judge:
         def end_one() -> None:
             place, judged = started.popleft()
             choice = judged()
+            self.judged[choice.candidate] = choice
             if self.fits(choice):  # a slow copy stream frees memory late
                 insort(found, (choice.iteration_s, place, choice))
                 del found[top:]
@@ -387,20 +378,16 @@ class _Judge:
         return next(iter(self.best(whole, 1)), None)
 
     def _simulate(self, item: Bounded) -> JudgedCandidate:
-        return self._noted(_simulated(item, self.limit_bytes))
+        choice = self.judged[item.candidate] = _simulated(item, self.limit_bytes)
+        return choice
 
     def _start(self, item: Bounded) -> Callable[[], JudgedCandidate]:
         """Begin to simulate a candidate, unless it was; return what waits for it."""
         if (known := self.judged.get(item.candidate)) is not None:
             return lambda: known
         if self._pool is None:
-            return lambda: self._simulate(item)
-        future = self._pool.submit(_simulated, item, self.limit_bytes)
-        return lambda: self._noted(future.result())
-
-    def _noted(self, choice: JudgedCandidate) -> JudgedCandidate:
-        self.judged[choice.candidate] = choice
-        return choice
+            return partial(_simulated, item, self.limit_bytes)
+        return self._pool.submit(_simulated, item, self.limit_bytes).result
 
 
 def _has_exact_bytes(candidate: Candidate) -> bool:

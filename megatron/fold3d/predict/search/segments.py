@@ -8,8 +8,7 @@ from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features
 from megatron.fold3d.policy.num_segments import Segments, by_iteration_time
-from megatron.fold3d.policy.partition import Layers, Partition, best_partition
-from megatron.fold3d.predict.cost_model.layers import layers_of_stages
+from megatron.fold3d.policy.partition import Layers, Partition, best_partition, layers_of_stages
 from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.search.rank_work import rank_times
 from megatron.fold3d.predict.simulator.costs import Costs

@@ -22,9 +22,8 @@ from megatron.fold3d.predict.cost_model.recompute_by_stage import fewest_recompu
 from megatron.fold3d.predict.cost_model.sharded_footprint import sharded_footprint
 from megatron.fold3d.predict.search.candidate_timeline import computed, judge_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.descent import Descent, Space
-from megatron.fold3d.predict.search.judge import Judge, Simulated
-from megatron.fold3d.predict.search.order_choice import stage_times, worth_trying
+from megatron.fold3d.predict.search.descent import Descent, Space, worth_trying
+from megatron.fold3d.predict.search.judge import Judge, Simulated, stage_times
 from megatron.fold3d.predict.search.rank_work import rank_times
 
 _MOST_LAYOUTS = 100

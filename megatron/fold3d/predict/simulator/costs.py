@@ -135,6 +135,12 @@ class Costs:
                     f"they are a part of a backward of {whole_s!r}"
                 )
 
+    @property
+    def input_s(self) -> tuple[float, ...]:
+        """The part of ``backward_s`` for input gradients: all but weight gradients."""
+        weight_s = self.weight_s or (0.0,) * len(self.backward_s)
+        return tuple(whole_s - s for whole_s, s in zip(self.backward_s, weight_s, strict=True))
+
     def passes(self, stage: int, op: Op, *, early: bool = False) -> int:
         """Return how often an action has the collectives of a forward.
 

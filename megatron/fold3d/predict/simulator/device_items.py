@@ -10,12 +10,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_from, reader_of, source_of
-from megatron.fold3d.plan.device_queues import (
-    Stream,
-    reduced_apart,
-    send_waits,
-    stream_of,
-)
+from megatron.fold3d.plan.device_queues import Stream, reduced_apart, send_waits, stream_of
 from megatron.fold3d.plan.ir import Action, hooked
 from megatron.fold3d.plan.ops import (
     COMPUTE_OPS,

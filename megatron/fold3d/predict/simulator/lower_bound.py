@@ -55,7 +55,7 @@ class Bounds:
         ranks, stages = plan.num_ranks, range(plan.num_stages)
         microbatches = plan.num_microbatches
         weight_s = costs.weight_s or (0.0,) * plan.num_stages
-        back_s = [costs.backward_s[stage] - weight_s[stage] for stage in stages]
+        back_s = costs.input_s
 
         def hop_s(rank: int) -> float:
             """From a rank to the next."""
@@ -154,7 +154,7 @@ class _Rank:
         self.own = range(number, plan.num_stages, plan.num_ranks)
         self.weight_s = costs.weight_s or none
         self.early_s = self.weight_s if any(map(stages_in_parts, plan.programs)) else none
-        self.input_s = [b - w for b, w in zip(costs.backward_s, self.weight_s, strict=True)]
+        self.input_s = costs.input_s
         self.reduce_s, self.gather_s = costs.grad_sync_s or none, costs.param_gather_s or none
         self.reductions_s = sum(self.reduce_s[s] for s in self.own)
         self.gathers_s = sum(self.gather_s[s] for s in self.own)

@@ -9,15 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
-from megatron.fold3d.plan.ops import (
-    LINK_OPS,
-    P2P_OPS,
-    SEND_OPS,
-    SUM_OPS,
-    TABLE,
-    WEIGHT_OPS,
-    Which,
-)
+from megatron.fold3d.plan.ops import LINK_OPS, P2P_OPS, SEND_OPS, SUM_OPS, TABLE, WEIGHT_OPS, Which
 from megatron.fold3d.plan.parts import part_begins
 from megatron.fold3d.plan.passes.combined import combined
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
@@ -227,12 +219,8 @@ class Steps:
 
 def _backward_s(plan: Plan, costs: Costs) -> tuple[float, ...]:
     """Return the seconds of each stage's backward, without weight gradients if they are split."""
-    if not costs.weight_s:
-        return costs.backward_s
     split = frozenset().union(*map(split_stages, plan.programs))
+    both = zip(costs.input_s, costs.backward_s, strict=True)
     return tuple(
-        whole_s - weight_s * (stage in split)
-        for stage, (whole_s, weight_s) in enumerate(
-            zip(costs.backward_s, costs.weight_s, strict=True)
-        )
+        input_s if stage in split else whole_s for stage, (input_s, whole_s) in enumerate(both)
     )

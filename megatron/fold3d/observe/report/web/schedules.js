@@ -1,5 +1,5 @@
 "use strict";
-// The schedules of `plan/schedules.py` and `plan/zero_bubble.py` once more, weight gradients in the gaps
+// The schedules of `plan/schedules.py` once more, weight gradients in the gaps
 // as `plan/passes/place_weight_grads.py` puts them there, and where DP.sync starts and steps are taken.
 // A test compares plans of all sizes with Python's.
 

@@ -6,9 +6,8 @@ import pytest
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features
-from megatron.fold3d.predict.search.descent import Descent, Space
+from megatron.fold3d.predict.search.descent import Descent, Space, worth_trying
 from megatron.fold3d.predict.search.judge import Judge
-from megatron.fold3d.predict.search.order_choice import worth_trying
 from megatron.fold3d.predict.simulator.costs import Costs
 
 
