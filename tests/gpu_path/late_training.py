@@ -62,8 +62,7 @@ def lateness(late: Late) -> Iterator[LateDevice]:
     device = LateDevice(delays, late.num_queues, late.launches)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as undo:
         _make_groups_late(patch, device, late)
-        kind = fold3d_device.DeviceKind(runs_behind=True, streams=device)
-        patch.setitem(fold3d_device.KINDS, "cpu", kind)
+        patch.setitem(fold3d_device.STREAMS, "cpu", device)
         patch.setattr(copies, "batched_copy", device.copy)
         patch.setattr(host_link, "PinnedPool", functools.partial(_LinkPool, device))
         patch.setattr(host_slots, "PinnedPool", functools.partial(_OffloadPool, device))

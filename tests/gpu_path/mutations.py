@@ -353,16 +353,16 @@ MUTATIONS = (
     # Times.
     Mutation(
         "a trace reads events that have not passed",
-        "device:Clock.has_passed",
-        "return mark.passed_s is not None",
-        "return True",
+        "trace.recorder:Recorder.flush",
+        "any(end is None or end.passed_s is None for end in ends)",
+        "any(end is None for end in ends)",
         _TRACE,
         late="compute",
     ),
     Mutation(
         "the end of a collective is a callback, which stops the one queue",
-        "device:Clock.when_done",
-        "        watcher_of(self._device).when(end, are_over, end)\n",
+        "device:call_when_done",
+        "        watcher_of(device).when(end, lambda: all(work.is_completed() for work in works), end)\n",
         "        works[0].get_future().add_done_callback(lambda _: end())\n",
         _PAIRS,
         num_queues=1,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,6 @@ from megatron.core.distributed.reduce_scatter_with_fp32_accumulation import (
 )
 
 from megatron.fold3d.runtime.device import Launched
-
-
-class Transfer(Launched, Protocol):
-    """Communication that has been started, such as a `dist.Work`."""
-
-    def wait(self) -> object:
-        """Wait for its result, which is then valid on the current stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +74,7 @@ class Piece:
         """The size of all views in bytes."""
         return sum(data.nbytes for data in self.views)
 
-    def reduce(self) -> Transfer:
+    def reduce(self) -> Launched:
         """Start to reduce it in place, asynchronously, and return the work.
 
         The views must be complete on the current stream. The result is valid on the stream that is

@@ -28,7 +28,7 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.ops import TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
-from megatron.fold3d.runtime.device import Clock, Mark, runs_behind
+from megatron.fold3d.runtime.device import Mark, mark_now, runs_behind
 from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key
 from megatron.fold3d.runtime.measure.saved_bytes import lasting_storages
@@ -101,7 +101,6 @@ class Offloader(Feature):
         self.depth = 1
         self._device = device
         self._everything = everything
-        self._clock = Clock(device)
         self._plans, self._recorder = plans, recorder
         self._travels: frozenset[Key] = frozenset()
         self._lasting: frozenset[int] = frozenset()
@@ -275,7 +274,7 @@ class Offloader(Feature):
             def end() -> None:
                 over()
                 if self.counts_early:
-                    away.returned = self._clock.mark()
+                    away.returned = mark_now(self._device)
 
             return end
 
@@ -293,7 +292,7 @@ class Offloader(Feature):
             assert away.buffer is not None  # the verifier has seen its RELOAD
             self.num_reloads += 1
             if away.returned is not None:
-                self._returned.append((away.returned, self._clock.mark()))
+                self._returned.append((away.returned, mark_now(self._device)))
             self.copies.wait(away.copied)
             away.saved.restore(away.buffer)
             if away.slot is not None:
@@ -315,8 +314,9 @@ class Offloader(Feature):
 
     def _count_early(self) -> None:
         """Count early reloads whose marks the device has passed, and drop these marks."""
-        while self._returned and all(map(self._clock.has_passed, self._returned[0])):
-            self._num_early += self._clock.seconds(*self._returned.popleft()) >= 0
+        while self._returned and all(mark.passed_s is not None for mark in self._returned[0]):
+            returned, needed = self._returned.popleft()
+            self._num_early += needed.after_s(returned) >= 0
 
     def _watch(self, action: Action, kind: str | None = None) -> Callable[[], None]:
         """Note that an action begins; the caller calls the returned function at its end."""
