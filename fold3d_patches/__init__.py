@@ -196,7 +196,9 @@ def _parts(run: _Run) -> "Iterator[Part]":
         from fold3d_patches.schedule import checkpoint
         from megatron.fold3d.runtime.offload.offloader import Offloader
 
-        offloader = Offloader.of(c, run.num_local, run.plans, run.recorder)
+        offloader = Offloader(
+            c, num_local=run.num_local, plans=run.plans, recorder=run.recorder
+        )
         yield (offloader,), (checkpoint.patch(offloader),)
     if c.cuts_every_segment:
         from fold3d_patches.schedule import gradient_buckets

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fold3d_patches import compile_helpers, cpu, many_queues, trace, unfused_layers
 from fold3d_patches.registry import Patch, apply
@@ -49,7 +48,7 @@ NO_METRICS = Metrics(lambda: None, lambda: None)
 PATCHES = (
     compile_helpers.patch(),
     many_queues.patch(),
-    checkpoint.patch(Offloader(torch.device("cpu"), everything=False)),
+    checkpoint.patch(Offloader(CONFIG)),
     get_forward_backward_func.patch(lambda **_: []),
     *script_settings.patches(),
     *due_steps.patches(DUE),

@@ -66,8 +66,7 @@ class Sums:
         self.gradients = {
             chunk: StageGradients(chunk, kept, slice_bytes, self._group_of) for chunk in chunks
         }
-        # By chunk, from its first complete gradients until it is waited for: the works of each part,
-        # and what ends its event.
+        # By chunk that is not waited for: the works of each part, and what ends the part's event.
         self._in_flight: dict[Any, list[tuple[list[Launched], Callable[[], None]]]] = {}
         self._keeping: dict[Any, list[Any]] = {}
 
