@@ -256,16 +256,9 @@ def _dp_sync(run: _Run) -> "Part":
     features: list[Feature] = [DPSync(run.recorder, run.side)]  # the innermost first
     if config.choice.carries or "step" in config.auto:
         from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
-        from megatron.fold3d.runtime.grad_sync.sums import UNCUT
 
-        due = DueSteps(
-            run.plans,
-            slice_bytes=UNCUT if config.choice.slices else config.slice_bytes,
-            bounded=config.clips_or_scales,
-            timeout=run.timeout,
-            communicator=None if config.choice.order == "auto" else run.communicator,
-            recorder=run.recorder,
-        )
+        started_by = None if config.choice.order == "auto" else run.communicator
+        due = DueSteps(config, run.plans, started_by, run.recorder)
         features.append(due)
     elif (whole := config.choice.where(optimizer="replicated")) or "optimizer" in config.auto:
         from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments

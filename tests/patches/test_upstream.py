@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGra
 from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
 from tests.configs import CONFIG
 
-DUE = DueSteps(Plans(CONFIG), slice_bytes=4096, bounded=False, timeout=timedelta(minutes=1))
+DUE = DueSteps(CONFIG, Plans(CONFIG))
 TRACED = replace(CONFIG, trace=Path("trace"))
 NO_METRICS = Metrics(lambda: None, lambda: None)
 PATCHES = (

@@ -67,7 +67,22 @@ class Plans:
         Raises:
             PlanError: as `training`.
         """
-        return self._training_order(num_microbatches)
+        config = self._config
+        if config.plan_file is not None:
+            from megatron.fold3d.runtime.plan_from_file import read_order
+
+            order = read_order(config, config.plan_file, num_microbatches)
+            self.fixes_offload = order.has(*COPY_OPS)
+            return order if self.carries else order.select(frozenset(Op) - SYNC_OPS - UPDATE_OPS)
+        if (chosen := self.chosen(num_microbatches)) is not None:
+            return chosen.order
+        order = order_of(config.choice, config.num_ranks, num_microbatches)
+        if not config.choice.fills_gaps:
+            return order
+
+        from megatron.fold3d.plan.passes.place_weight_grads import place_as_if_equal
+
+        return place_as_if_equal(order, config.choice.held)  # until times are measured
 
     def training(self, num_microbatches: int, offloaded: "OffloadChoice | None" = None) -> Plan:
         """Return the plan of a training iteration.
@@ -79,7 +94,7 @@ class Plans:
         Raises:
             PlanError: no plan of this size can run, or the user's plan has another size.
         """
-        self.latest = self._get(num_microbatches, self._training_order, offloaded)
+        self.latest = self._get(num_microbatches, self.order, offloaded)
         return self.latest
 
     def evaluation(self, num_microbatches: int) -> Plan:
@@ -141,24 +156,6 @@ class Plans:
 
         size, m = config.parameter_share, order.num_microbatches
         return {s: forwards_before_gather(1 - share, size, m) for s, share in enumerate(shares)}
-
-    def _training_order(self, num_microbatches: int) -> Plan:
-        config = self._config
-        if config.plan_file is not None:
-            from megatron.fold3d.runtime.plan_from_file import read_order
-
-            order = read_order(config, config.plan_file, num_microbatches)
-            self.fixes_offload = order.has(*COPY_OPS)
-            return order if self.carries else order.select(frozenset(Op) - SYNC_OPS - UPDATE_OPS)
-        if (chosen := self.chosen(num_microbatches)) is not None:
-            return chosen.order
-        order = order_of(config.choice, config.num_ranks, num_microbatches)
-        if not config.choice.fills_gaps:
-            return order
-
-        from megatron.fold3d.plan.passes.place_weight_grads import place_as_if_equal
-
-        return place_as_if_equal(order, config.choice.held)  # until times are measured
 
     def _evaluation_order(self, num_microbatches: int) -> Plan:
         choice = Choice.plain("interleaved", self._config.num_segments)

@@ -47,6 +47,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op, Plan, carried
 from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.runtime.events import UNHEARD, Events
@@ -60,7 +61,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
 from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import reduced_in_iteration
-from megatron.fold3d.runtime.grad_sync.sums import Sums
+from megatron.fold3d.runtime.grad_sync.sums import UNCUT, Sums
 from megatron.fold3d.runtime.plans import Plans
 
 if TYPE_CHECKING:
@@ -81,16 +82,14 @@ class DueSteps(Feature):
     """What one rank's model chunks reduce, and when they are stepped, over all iterations.
 
     A chunk's step becomes *due* when Megatron asks for the optimizer step. Megatron may run an
-    iteration again, which it decides before that; its reductions are then dropped.
+    iteration again, which it decides before that; its reductions are then dropped. Where steps may
+    be clipped or skipped, one is deferred only if a bound on the gradient norm rules both out.
 
     Args:
+        config: the configuration of the run.
         plans: the plans of the run.
-        slice_bytes: the largest slice that is reduced at once. More urgent communication waits
-            for the slice in flight.
-        bounded: whether steps may be clipped or skipped. A step is then deferred only if a bound
-            on the gradient norm rules both out.
-        timeout: the timeout of a reduction.
-        communicator: starts the slices; without one they start at once.
+        communicator: starts the slices, so that what is more urgent waits for the slice in flight
+            alone; without one they start at once.
         recorder: hears when a part of a sum begins and ends.
 
     Attributes:
@@ -102,20 +101,15 @@ class DueSteps(Feature):
 
     def __init__(
         self,
+        config: Fold3DConfig,
         plans: Plans,
-        *,
-        slice_bytes: int,
-        bounded: bool,
-        timeout: timedelta,
         communicator: "PreemptiveCommunicator | None" = None,
         recorder: Events = UNHEARD,
     ) -> None:
         self.sums = Sums(recorder)  # of no chunk yet
-        self.is_free = not bounded  # a young model's gradients are large: expect to wait
-        self._plans, self._bounded = plans, bounded
-        self._slice_bytes = slice_bytes
-        self._timeout, self._communicator = timeout, communicator
-        self._recorder = recorder
+        self.is_free = not config.clips_or_scales  # a young model's gradients are large
+        self._config, self._plans = config, plans
+        self._communicator, self._recorder = communicator, recorder
 
         # Known with the first iteration.
         self._chunks: Sequence[Any] = ()
@@ -360,13 +354,14 @@ class DueSteps(Feature):
         self._gathers_later = bool(chunks[0].ddp_config.overlap_param_gather)
         self._reduced_in_iteration = reduced_in_iteration(chunks, groups)
         device = next(chunks[0].parameters()).device
-        ours = connect(map(group_of, bucket_groups(*chunks)), device, self._timeout)
+        timeout = timedelta(minutes=self._config.distributed_timeout_minutes)
+        ours = connect(map(group_of, bucket_groups(*chunks)), device, timeout)
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
-        kept = self._reduced_in_iteration
-        self.sums = Sums(self._recorder, chunks, kept, self._slice_bytes, ours)
-        if self._bounded:
-            self._norm_bound = NormBound(chunks, device, self._timeout)
+        slice_bytes = UNCUT if self._config.choice.slices else self._config.slice_bytes
+        self.sums = Sums(self._recorder, chunks, self._reduced_in_iteration, slice_bytes, ours)
+        if self._config.clips_or_scales:
+            self._norm_bound = NormBound(chunks, device, timeout)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._chunks = chunks
 
