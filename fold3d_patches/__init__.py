@@ -290,9 +290,13 @@ def _trace_patches(run: _Run) -> Iterator[Patch]:
     if run.tracer is None:
         return
 
-    from fold3d_patches import trace
+    from fold3d_patches.trace import collectives, spans
 
-    yield from trace.patches(run.tracer, run.config.choice.order)
+    yield spans.iteration(run.tracer)
+    yield from collectives.patches(run.tracer)
+    yield from spans.updates(run.tracer)
+    if run.config.choice.order == "stock":  # our executor records its own computations
+        yield from spans.computations(run.tracer)
     if run.config.records_tp_sync and not run.config.choice.pairs:  # pairs have it
         from fold3d_patches.schedule import tensor_parallel_group
 

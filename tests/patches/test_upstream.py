@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fold3d_patches import compile_helpers, cpu, many_queues, trace, unfused_layers
+from fold3d_patches import compile_helpers, cpu, many_queues, unfused_layers
 from fold3d_patches.registry import Patch, apply
 from fold3d_patches.schedule import (
     backward_post_hook,
@@ -28,6 +28,7 @@ from fold3d_patches.schedule import (
     tensor_parallel_group,
     token_dispatcher,
 )
+from fold3d_patches.trace import collectives, spans
 from megatron.fold3d.predict.search.measured_search import measured_search
 from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
@@ -44,6 +45,7 @@ from tests.configs import CONFIG
 DUE = DueSteps(CONFIG, Plans(CONFIG))
 TRACED = replace(CONFIG, trace=Path("trace"))
 NO_METRICS = Metrics(lambda: None, lambda: None)
+TRACER = Tracer(TRACED, Plans(TRACED), NO_METRICS)
 PATCHES = (
     compile_helpers.patch(),
     many_queues.patch(),
@@ -66,7 +68,10 @@ PATCHES = (
     token_dispatcher.patch(Baton()),
     *unfused_layers.patches(),
     *cpu.patches(),
-    *trace.patches(Tracer(TRACED, Plans(TRACED), NO_METRICS), "stock"),
+    spans.iteration(TRACER),
+    *collectives.patches(TRACER),
+    *spans.updates(TRACER),
+    *spans.computations(TRACER),
 )
 ROOT = Path(__file__).parents[2]
 

@@ -169,26 +169,18 @@ class AutoSchedule(Feature):
 
     def decide(self, times: MeasuredTimes, iteration: Iteration) -> None:
         """Let the first rank predict which choices are worth trying, and broadcast them."""
-        groups = bucket_groups(*iteration.chunks)
-        sizes = [float(group_of(group).size()) for group in groups]
+        sizes = [float(group_of(group).size()) for group in bucket_groups(*iteration.chunks)]
         (replicas,) = slowest([max(sizes, default=1.0)], iteration.device)
         found: list[Any] = [None]
         if dist.get_rank() == 0:
-            layers = [m for m in iteration.chunks[-1].modules() if isinstance(m, TransformerLayer)]
-            search = partial(
-                self._search,
-                times,
-                room=times.room_bytes,
-                sizes=times.other_shard_bytes,
-                shard_shares=started_shares(len(layers), int(replicas)),
-            )
-            found = [self._predicted(search, iteration.plan.num_microbatches, int(replicas))]
+            layers = sum(isinstance(m, TransformerLayer) for m in iteration.chunks[-1].modules())
+            found = [self._predicted(times, layers, iteration.plan.num_microbatches, int(replicas))]
         dist.broadcast_object_list(found, src=0)
         self._trials[self._size] = trial = Trial(found[0], times)
         self._tell(trial)
 
     def _predicted(
-        self, search: Callable[..., Chooser], size: int, num_replicas: int
+        self, times: MeasuredTimes, num_layers: int, size: int, num_replicas: int
     ) -> list[Predicted]:
         """Return the prediction of the first choice, and of those worth trying."""
         config, order, first = self._config, self._plans.order(size), self._config.choice
@@ -198,7 +190,8 @@ class AutoSchedule(Feature):
         if first.fills_gaps:
             order = order.select(COMPUTE_OPS - WEIGHT_OPS)
         search = partial(
-            search,
+            self._search,
+            times,
             first=first,
             order=order,
             frees_order=chooses_all,
@@ -207,6 +200,9 @@ class AutoSchedule(Feature):
             keeps_forwards=config.keeps_forwards,
             parameter_share=config.parameter_share,
             preemptive=config.preemptive_comm,
+            room=times.room_bytes,
+            sizes=times.other_shard_bytes,
+            shard_shares=started_shares(num_layers, num_replicas),
         )
         own = search(features=config.features, free=config.free(num_replicas))
         # What memory has no room for is not tried: a first choice that fills gaps then fills none.

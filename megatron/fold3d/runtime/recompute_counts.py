@@ -37,8 +37,8 @@ class RecomputeCounts(Feature):
                 count, layers = self._counts[stage], len(block.layers)
                 if count > layers:
                     raise ValueError(
-                        f"--recompute-layers: {count} layers of stage {stage} are to be recomputed, "
-                        f"and it has {layers}; give at most as many"
+                        f"--recompute-layers: {count} layers of stage {stage} are to be "
+                        f"recomputed, and it has {layers}; give at most as many"
                     )
                 recompute_first(block, count)
 

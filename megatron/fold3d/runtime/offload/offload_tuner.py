@@ -20,8 +20,8 @@ class OffloadTuner:
     """Chooses one rank's offloads, in all iterations.
 
     Args:
-        config: the configuration of the run; with ``--offload-activations auto`` no more is offloaded
-            than the device's memory requires, as measured in the first two iterations.
+        config: the configuration of the run; with ``--offload-activations auto`` no more
+            leaves than the device's memory requires, as measured in the first two iterations.
         slots: the host memory that receives activations.
 
     Attributes:
