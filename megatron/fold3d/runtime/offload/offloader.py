@@ -31,7 +31,7 @@ from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.ops import TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.runtime.events import UNHEARD, Events
-from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key, within
 from megatron.fold3d.runtime.measure.saved_bytes import lasting_storages
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.host_slots import HostSlots
@@ -128,23 +128,14 @@ class Offloader(Feature):
         """Return handlers that copy activations, and wrappers that collect and restore them."""
         if not iteration.trains:
             return {}
-        run_forward, run_backward = inner[Op.FORWARD], inner[Op.BACKWARD]
-
-        def forward(action: Action) -> None:
-            with self.saving(action):
-                run_forward(action)
-
-        def backward(action: Action) -> None:
-            with self.using(action):
-                run_backward(action)
 
         def offload(action: Action) -> None:
             input_tensor, _ = iteration.saved[action.stage, action.microbatch]
             self.offload(action, held=input_tensor)
 
         return {
-            Op.FORWARD: forward,
-            Op.BACKWARD: backward,
+            Op.FORWARD: within(self.saving, inner[Op.FORWARD]),
+            Op.BACKWARD: within(self.using, inner[Op.BACKWARD]),
             Op.OFFLOAD: offload,
             Op.RELOAD: self.reload,
         }
