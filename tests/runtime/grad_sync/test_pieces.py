@@ -13,6 +13,7 @@ from megatron.fold3d.runtime.grad_sync.pieces import Piece, split_after
 from megatron.fold3d.runtime.grad_sync.stage_gradients import (
     StageGradients,
     in_iteration_offsets,
+    of_shards,
     outside,
     ranges_of,
     slices,
@@ -120,7 +121,11 @@ def test_a_part_is_exact_to_the_element(
 
 def sharded(data: torch.Tensor, begin: int, end: int) -> Piece:
     group: Any = SimpleNamespace(size=lambda: 2)
-    return Piece.of_shards(data, begin, end, None, group)
+    config = SimpleNamespace(
+        average_in_collective=False, reduce_scatter_with_fp32_accumulation=False
+    )
+    bucket = SimpleNamespace(grad_data=data)
+    return of_shards(SimpleNamespace(ddp_config=config), bucket, begin, end, group)
 
 
 def test_what_is_reduced_in_the_iteration_of_one_shard_is_so_of_all(bucket: Any):

@@ -41,24 +41,6 @@ class Piece:
     bucket: torch.Tensor | None = None
     in_fp32: bool = False
 
-    @classmethod
-    def of_shards(
-        cls,
-        data: torch.Tensor,
-        begin: int,
-        end: int,
-        op: Any,
-        group: dist.ProcessGroup,
-        *,
-        in_fp32: bool = False,
-    ) -> "Piece":
-        """Return the same part, from ``begin`` to ``end``, of the shard of every rank."""
-        shards = data.chunk(group.size())
-        is_whole = end - begin == shards[0].numel()
-        parts = tuple((shard[begin:end],) for shard in shards)
-        bucket = data if is_whole else None
-        return cls(parts, op, group, scatters=True, bucket=bucket, in_fp32=in_fp32)
-
     @property
     def views(self) -> tuple[torch.Tensor, ...]:
         """The views, by shard."""
