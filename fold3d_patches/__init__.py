@@ -148,7 +148,11 @@ class _Run:
         if config.preemptive_comm:
             from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 
-            self.communicator = PreemptiveCommunicator.of(config)
+            self.communicator = PreemptiveCommunicator(
+                slice_bytes=config.slice_bytes,
+                timeout=self.timeout,
+                fits_slices=config.choice.slice_bytes is None,
+            )
         if config.choice.pairs:
             from megatron.fold3d.runtime.tensor_parallel.baton import Baton
 
