@@ -51,10 +51,10 @@ class Offloader(Feature):
 
     Args:
         config: the configuration of the run.
-        num_local: the number of ranks on this node, which share its memory.
-        copies: the copy engine; by default one of its own.
         plans: the plans of the run, whose offloads may change from iteration to iteration.
         recorder: hears of copies.
+        num_local: the number of ranks on this node, which share its memory.
+        copies: the copy engine; by default one of its own.
 
     Attributes:
         pool: the host memory.
@@ -68,11 +68,10 @@ class Offloader(Feature):
     def __init__(
         self,
         config: Fold3DConfig,
-        *,
-        num_local: int = 1,
-        copies: Copies | None = None,
         plans: Plans | None = None,
         recorder: Events = UNHEARD,
+        num_local: int = 1,
+        copies: Copies | None = None,
     ) -> None:
         self._device = torch.device(config.device)
         self._slots = HostSlots(config, num_local)

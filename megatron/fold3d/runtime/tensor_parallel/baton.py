@@ -83,9 +83,8 @@ class Baton:
         if self._error is not None:
             raise self._error
 
-    @property
     def side(self) -> int:
-        """1 on the thread of the second function while `run` runs, else 0."""
+        """Return 1 on the thread of the second function while `run` runs, else 0."""
         return int(threading.get_ident() == self._threads[_SECOND])
 
     def hand_over(self) -> None:
