@@ -24,19 +24,10 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 def iteration(tracer: "Tracer") -> Patch:
     """Return the patch of an iteration, from zeroing the gradients to the optimizer step."""
 
-    def recorded(
-        upstream: Func,
-        forward_step_func: Any,
-        data_iterator: Any,
-        model: Any,
-        *args: Any,
-        iteration: int,
-        **kwargs: Any,
-    ) -> Any:
+    def recorded(upstream: Func, *args: Any, iteration: int, **kwargs: Any) -> Any:
+        _, _, model, *_ = args
         with tracer.iteration(iteration + 1, model):  # as the log counts
-            return upstream(
-                forward_step_func, data_iterator, model, *args, iteration=iteration, **kwargs
-            )
+            return upstream(*args, iteration=iteration, **kwargs)
 
     return around(
         "megatron.training.training:train_step",
