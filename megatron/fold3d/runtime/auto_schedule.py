@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -53,24 +53,13 @@ _MOST_REPEATS = 3  # of an iteration before which due steps were taken, as befor
 _WORTH_TELLING = 0.98  # a prediction, of the run's own
 
 
-class Chooser(Protocol):
-    """Makes predictions; `predict.search.descent.Descent`, not importable from here."""
-
-    @property
-    def first(self) -> Predicted:
-        """The prediction for the first choice."""
-
-    def to_try(self) -> Sequence[Predicted]:
-        """Return the choices worth trying, at most two, the faster one first."""
-
-
 class AutoSchedule(Feature):
     """Measures, and chooses how a run's iterations are computed, summed and stepped.
 
     Args:
         config: the configuration of the run.
         plans: the plans of the run.
-        search: makes the prediction from measured times; see `measured_search`.
+        search: makes a `Descent` of measured times: `measured_search`, not importable from here.
         due: takes the steps that reach into the next iteration, if the run may have any.
         replicated: takes the steps of replicated segments, if the run may have any.
     """
@@ -81,7 +70,7 @@ class AutoSchedule(Feature):
         self,
         config: Fold3DConfig,
         plans: Plans,
-        search: Callable[..., Chooser],
+        search: Callable[..., Any],
         *,
         due: "DueSteps | None" = None,
         replicated: "ReplicatedSegments | None" = None,

@@ -4,7 +4,7 @@ That number changes within a run: batch size ramp-up changes it between iteratio
 evaluation may have its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
@@ -34,7 +34,7 @@ class Plans:
         self.fixes_offload = False
         self.carries = True
         self._config = config
-        self._made: dict[tuple[int, str, OffloadChoice | None, bool], Plan] = {}
+        self._made: dict[tuple[int, OffloadChoice | None, bool, bool], Plan] = {}
         self._chosen: dict[int, Predicted] = {}
 
     def choose(self, num_microbatches: int, chosen: "Predicted | None") -> None:
@@ -94,7 +94,7 @@ class Plans:
         Raises:
             PlanError: no plan of this size can run, or the user's plan has another size.
         """
-        self.latest = self._get(num_microbatches, self.order, offloaded)
+        self.latest = self._get(num_microbatches, offloaded)
         return self.latest
 
     def evaluation(self, num_microbatches: int) -> Plan:
@@ -104,18 +104,15 @@ class Plans:
         passes all segments before the next group, so rank 0 buffers as few of the last rank's
         outputs as possible.
         """
-        return self._get(num_microbatches, self._evaluation_order)
+        return self._get(num_microbatches, trains=False)
 
     def _get(
-        self,
-        num_microbatches: int,
-        make: Callable[[int], Plan],
-        offloaded: "OffloadChoice | None" = None,
+        self, size: int, offloaded: "OffloadChoice | None" = None, *, trains: bool = True
     ) -> Plan:
-        key = num_microbatches, make.__name__, offloaded, self.carries
+        key = size, offloaded, self.carries, trains
         if key not in self._made:
             try:
-                plan = self._lowered(make(num_microbatches), offloaded)
+                plan = self._training(size, offloaded) if trains else self._evaluation(size)
                 verify(plan)
             except PlanError as error:
                 raise PlanError(f"{self.name}: {error}") from None
@@ -127,11 +124,8 @@ class Plans:
         choice = self._config.choice if chosen is None else chosen.choice
         return choice if self.carries else choice.in_iteration()
 
-    def _lowered(self, order: Plan, offloaded: "OffloadChoice | None") -> Plan:
-        """Return the plan of an order; one without backwards needs transfers only."""
-        config = self._config
-        if not order.has(Op.BACKWARD):
-            return lower(order, features=config.features.forwards)
+    def _training(self, num_microbatches: int, offloaded: "OffloadChoice | None") -> Plan:
+        config, order = self._config, self.order(num_microbatches)
         if config.offload_activations != "off" and offloaded is None:
             from megatron.fold3d.plan.passes.offload import OffloadChoice
 
@@ -157,6 +151,7 @@ class Plans:
         size, m = config.parameter_share, order.num_microbatches
         return {s: forwards_before_gather(1 - share, size, m) for s, share in enumerate(shares)}
 
-    def _evaluation_order(self, num_microbatches: int) -> Plan:
+    def _evaluation(self, num_microbatches: int) -> Plan:
         choice = Choice.plain("interleaved", self._config.num_segments)
-        return forward_only(order_of(choice, self._config.num_ranks, num_microbatches))
+        order = forward_only(order_of(choice, self._config.num_ranks, num_microbatches))
+        return lower(order, features=self._config.features.forwards)

@@ -18,6 +18,8 @@ from typing import NoReturn, Self
 
 import torch.distributed as dist
 
+from megatron.fold3d.runtime.measure.timing import gathered
+
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}si")  # the token of the rank that listens, and one's rank
 _PATIENCE_S = 60.0
@@ -42,8 +44,7 @@ class ControlSockets:
         self._listener = socket.create_server((_own_address(), 0), backlog=128)
         token = secrets.token_bytes(_TOKEN_BYTES)
         card: Card = (*self._listener.getsockname()[:2], token, set(neighbours))
-        cards: list[Card] = [card] * dist.get_world_size()
-        dist.all_gather_object(cards, card)
+        cards = gathered(card)
         wanted = {
             other
             for other, (_, _, _, its) in enumerate(cards)
