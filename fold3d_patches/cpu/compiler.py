@@ -47,6 +47,6 @@ def patches() -> tuple[Patch, ...]:
         replace(
             "megatron.training.initialize:_warmup_jit_function",
             lambda tp_size=None: None,
-            parameters=("tp_size",),
+            parameters="tp_size",
         ),
     )

@@ -32,10 +32,8 @@ def iteration(tracer: "Tracer") -> Patch:
     return around(
         "megatron.training.training:train_step",
         recorded,
-        parameters=(
-            *("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler"),
-            *("config", "forward_backward_func", "iteration", "pg_collection", "p2p_communicator"),
-        ),
+        parameters="forward_step_func data_iterator model optimizer opt_param_scheduler config "
+        "forward_backward_func iteration pg_collection p2p_communicator",
     )
 
 
@@ -51,7 +49,7 @@ def updates(tracer: "Tracer") -> tuple[Patch, ...]:
         around(
             f"megatron.core.optimizer.optimizer:ChainedOptimizer.{name}",
             recorded,
-            parameters=("self",),
+            parameters="self",
         )
         for name in ("prepare_grads", "step_with_ready_grads")
     )
@@ -86,16 +84,14 @@ def computations(tracer: "Tracer") -> tuple[Patch, ...]:
         around(
             f"{_SCHEDULES}:forward_step",
             forward,
-            parameters=(
-                *("forward_step_func", "data_iterator", "model", "num_microbatches"),
-                *("input_tensor", "forward_data_store", "config", "cp_group_size"),
-                *("collect_non_loss_data", "checkpoint_activations_microbatch"),
-                *("is_first_microbatch", "current_microbatch", "vp_stage", "is_last_stage"),
-            ),
+            parameters="forward_step_func data_iterator model num_microbatches input_tensor "
+            "forward_data_store config cp_group_size collect_non_loss_data "
+            "checkpoint_activations_microbatch is_first_microbatch current_microbatch vp_stage "
+            "is_last_stage",
         ),
         around(
             f"{_SCHEDULES}:backward_step",
             backward,
-            parameters=("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+            parameters="input_tensor output_tensor output_tensor_grad config",
         ),
     )
