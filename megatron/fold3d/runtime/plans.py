@@ -35,13 +35,11 @@ class Plans:
         self.carries = True
         self._config = config
         self._made: dict[tuple[int, OffloadChoice | None, bool, bool], Plan] = {}
-        self._chosen: dict[int, Predicted] = {}
+        self._chosen: dict[int, Predicted | None] = {}
 
     def choose(self, num_microbatches: int, chosen: "Predicted | None") -> None:
         """Set the choice for iterations of this size; None goes back to the configuration."""
-        self._chosen.pop(num_microbatches, None)
-        if chosen is not None:
-            self._chosen[num_microbatches] = chosen
+        self._chosen[num_microbatches] = chosen
         self._made.clear()
 
     def chosen(self, num_microbatches: int) -> "Predicted | None":

@@ -19,7 +19,6 @@ plan, the sizes of parameters, the share and the size of a slice, so all replica
 the same pieces.
 """
 
-import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -209,8 +208,8 @@ def slices(
     bucket: Any,
     reduced_in_iteration: Container[torch.nn.Parameter],
     slice_bytes: int,
-    first: int = 0,
-    last: int = sys.maxsize,
+    first: int,
+    last: int,
 ) -> Iterator[torch.Tensor]:
     """Yield 1-D views of a bucket's other gradients from offset ``first`` to ``last``.
 

@@ -92,8 +92,6 @@ class PreemptiveCommunicator(Feature):
         pass them on. The previous and next global rank are always neighbours, so a failure reaches
         every rank.
         """
-        if self._scheduler is not None:
-            return
         rank, world = dist.get_rank(), dist.get_world_size()
         policy = self._extension.Policy()
         policy.rank, policy.timeout_s = rank, self._timeout.total_seconds()
