@@ -142,14 +142,6 @@ def synchronize(device: torch.device) -> None:
     streams_of(device).synchronize(device)
 
 
-def pinned_bytes(count: int, device: torch.device) -> torch.Tensor:
-    """Return host memory as ``[count]`` of ``uint8``, page-locked for a GPU; the caller owns it.
-
-    Its content is undefined.
-    """
-    return torch.empty(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-
 def device_name(device: torch.device) -> str:
     """Return the model name of the device, as its vendor spells it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
