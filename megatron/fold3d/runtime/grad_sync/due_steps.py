@@ -44,7 +44,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
@@ -154,7 +153,7 @@ class DueSteps(Feature):
             return
         self._in_iteration = True
         if not self._chunks:
-            self._connect(iteration.chunks, iteration.groups)
+            self._connect(iteration)
         if self._norm_bound is not None:
             self._norm_bound.clear()
         self.sums.name_after(iteration)
@@ -348,20 +347,20 @@ class DueSteps(Feature):
             self._needed = min(2 * self._needed, _MOST_NEEDED)
         self.is_free = self._num_calm >= self._needed
 
-    def _connect(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
+    def _connect(self, iteration: Iteration) -> None:
         """Make the process groups."""
+        chunks: Sequence[Any] = iteration.chunks
         self._is_sharded = any(map(is_sharded, bucket_groups(*chunks)))
         self._gathers_later = bool(chunks[0].ddp_config.overlap_param_gather)
-        self._reduced_in_iteration = reduced_in_iteration(chunks, groups)
-        device = next(chunks[0].parameters()).device
+        self._reduced_in_iteration = reduced_in_iteration(chunks, iteration.groups)
         timeout = timedelta(minutes=self._config.distributed_timeout_minutes)
-        ours = connect(map(group_of, bucket_groups(*chunks)), device, timeout)
+        ours = connect(map(group_of, bucket_groups(*chunks)), iteration.device, timeout)
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
         slice_bytes = UNCUT if self._config.choice.slices else self._config.slice_bytes
         self.sums = Sums(self._recorder, chunks, self._reduced_in_iteration, slice_bytes, ours)
         if self._config.clips_or_scales:
-            self._norm_bound = NormBound(chunks, device, timeout)
+            self._norm_bound = NormBound(chunks, iteration.device, timeout)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._chunks = chunks
 
