@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron.fold3d.runtime.trace.tracer import Tracer
     from megatron.fold3d.runtime.transfers.pipeline_transfers import Connect
 
-    Part = tuple[Sequence[Feature], Sequence[Patch]]  # what one capability adds to a run
+    Part = Feature | Patch  # of what a capability adds to a run
 
 __all__ = [
     "Patch",
@@ -92,9 +92,9 @@ def install_schedule(
         from megatron.fold3d.runtime.executor import Executor
 
         parts = [*_parts(run)]
-        executor = Executor(plans, [feature for features, _ in parts for feature in features])
+        executor = Executor(plans, [part for part in parts if not isinstance(part, Patch)])
         patches += [get_forward_backward_func.patch(executor), *script_settings.patches()]
-        patches += [patch for _, its_patches in parts for patch in its_patches]
+        patches += [part for part in parts if isinstance(part, Patch)]
     with apply(patches) as stack:
         if run.tracer is not None:
             stack.enter_context(run.tracer)
@@ -148,12 +148,16 @@ class _Run:
         if config.preemptive_comm:
             from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 
-            self.communicator = PreemptiveCommunicator.of(config)
+            self.communicator = PreemptiveCommunicator(
+                slice_bytes=config.slice_bytes,
+                timeout=self.timeout,
+                fits_slices=config.choice.slice_bytes is None,
+            )
         if config.choice.pairs:
             from megatron.fold3d.runtime.tensor_parallel.baton import Baton
 
             self.baton = Baton()
-            self.side = partial(getattr, self.baton, "side")
+            self.side = self.baton.side
         if config.trace is not None:
             from megatron.fold3d.runtime.trace.tracer import Tracer
 
@@ -165,75 +169,70 @@ def _parts(run: _Run) -> "Iterator[Part]":
     """Yield what a run adds to the executor; what is off is not made, and not imported."""
     c = run.config  # the outermost feature comes first
     if run.communicator is not None:
-        yield (run.communicator,), ()
+        yield run.communicator
     if run.baton is not None:
         from fold3d_patches.schedule import (
             discarded_outputs,
             tensor_parallel_group,
             token_dispatcher,
         )
-        from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
 
-        yield (
-            (PairedMicrobatches(run.baton),),
-            (
-                tensor_parallel_group.patch(run.baton, run.recorder),
-                token_dispatcher.patch(run.baton),
-                *discarded_outputs.patches(run.baton),
-            ),
-        )
+        yield from _made("tensor_parallel.paired_microbatches:PairedMicrobatches", run.baton)
+        yield tensor_parallel_group.patch(run.baton, run.recorder)
+        yield token_dispatcher.patch(run.baton)
+        yield from discarded_outputs.patches(run.baton)
     if c.num_ranks > 1:
         yield _transfers(run)
     if run.tracer is not None:
-        yield _made("trace.recorded_actions:RecordedActions", run.recorder)
+        yield from _made("trace.recorded_actions:RecordedActions", run.recorder)
     if c.features.shards_params:
-        yield _made("shard_buffers:ShardBuffers", "param_data")
-    yield _dp_sync(run)
+        yield from _made("shard_buffers:ShardBuffers", "param_data")
+    yield from _dp_sync(run)
     if c.features.shards_grads:
-        yield _made("shard_buffers:ShardBuffers", "grad_data")
+        yield from _made("shard_buffers:ShardBuffers", "grad_data")
     if c.apart or "wgrad" in c.auto:
         if c.has_engine_modules:
-            yield _made("weight_grads.engine_modules:EngineWeightGrads", patch="backward_post_hook")
+            engine = "weight_grads.engine_modules:EngineWeightGrads"
+            yield from _made(engine, patch="backward_post_hook")
         else:
-            yield _made("weight_grads.delayed_linear:DelayedWeightGrads", run.side, patch="linear")
+            yield from _made(
+                "weight_grads.delayed_linear:DelayedWeightGrads", run.side, patch="linear"
+            )
     if c.auto_recompute_layers:
-        yield _made("measured_counts:MeasuredCounts", c.activation_memory_bytes)
+        yield from _made("measured_counts:MeasuredCounts", c.activation_memory_bytes)
     elif c.recompute_layers is not None:
-        yield _made("recompute_counts:RecomputeCounts", c.recompute_layers)
+        yield from _made("recompute_counts:RecomputeCounts", c.recompute_layers)
     if c.early_stages:
-        yield _made("early_recompute:EarlyRecompute", patch="checkpoint")
+        yield from _made("early_recompute:EarlyRecompute", patch="checkpoint")
     if c.offload_activations != "off":
-        from fold3d_patches.schedule import checkpoint
-        from megatron.fold3d.runtime.offload.offloader import Offloader
-
-        offloader = Offloader.of(c, run.num_local, run.plans, run.recorder)
-        yield (offloader,), (checkpoint.patch(offloader),)
+        args = (c, run.plans, run.recorder, run.num_local)
+        yield from _made("offload.offloader:Offloader", *args, patch="checkpoint")
     if c.cuts_every_segment:
         from fold3d_patches.schedule import gradient_buckets
 
-        yield (), gradient_buckets.patches()
+        yield from gradient_buckets.patches()
     if c.features.steps_shards:
         from fold3d_patches.schedule import embedding_grads
 
-        yield (), (embedding_grads.patch(),)
+        yield embedding_grads.patch()
 
 
-def _made(feature: str, *args: object, patch: str = "") -> "Part":
-    """Make a feature.
+def _made(feature: str, *args: object, patch: str = "") -> "Iterator[Part]":
+    """Make a feature, and its patch if it has one.
 
     Args:
         feature: ``module:Class`` of `megatron.fold3d.runtime`.
         args: what the class takes.
-        patch: a module of `fold3d_patches.schedule` whose patch takes the feature, if any.
+        patch: a module of `fold3d_patches.schedule` whose patch takes the feature.
     """
     module, name = feature.split(":")
     made = getattr(import_module(f"megatron.fold3d.runtime.{module}"), name)(*args)
-    if not patch:
-        return (made,), ()
-    return (made,), (import_module(f"fold3d_patches.schedule.{patch}").patch(made),)
+    yield made
+    if patch:
+        yield import_module(f"fold3d_patches.schedule.{patch}").patch(made)
 
 
-def _transfers(run: _Run) -> "Part":
+def _transfers(run: _Run) -> "Feature":
     from megatron.fold3d.runtime.transfers.p2p import P2P
     from megatron.fold3d.runtime.transfers.pipeline_transfers import PipelineTransfers
 
@@ -252,11 +251,11 @@ def _transfers(run: _Run) -> "Part":
         from megatron.fold3d.runtime.transfers.host_link import HostLink
 
         connects.append(partial(HostLink.connect, run.timeout))
-    return (PipelineTransfers(connects, run.recorder),), ()
+    return PipelineTransfers(connects, run.recorder)
 
 
-def _dp_sync(run: _Run) -> "Part":
-    """Return DP.sync, and around it what owns steps and groups, and what chooses, if any does."""
+def _dp_sync(run: _Run) -> "Iterator[Part]":
+    """Yield DP.sync, and around it what owns steps and groups, and what chooses, if any does."""
     from megatron.fold3d.runtime.grad_sync.dp_sync import DPSync
 
     config = run.config
@@ -264,16 +263,9 @@ def _dp_sync(run: _Run) -> "Part":
     features: list[Feature] = [DPSync(run.recorder, run.side)]  # the innermost first
     if config.choice.carries or "step" in config.auto:
         from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
-        from megatron.fold3d.runtime.grad_sync.sums import UNCUT
 
-        due = DueSteps(
-            run.plans,
-            slice_bytes=UNCUT if config.choice.slices else config.slice_bytes,
-            bounded=config.clips_or_scales,
-            timeout=run.timeout,
-            communicator=None if config.choice.order == "auto" else run.communicator,
-            recorder=run.recorder,
-        )
+        started_by = None if config.choice.order == "auto" else run.communicator
+        due = DueSteps(config, run.plans, started_by, run.recorder)
         features.append(due)
     elif (whole := config.choice.where(optimizer="replicated")) or "optimizer" in config.auto:
         from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
@@ -292,22 +284,25 @@ def _dp_sync(run: _Run) -> "Part":
 
         auto = AutoSchedule(config, run.plans, measured_search, due=due, replicated=replicated)
         features.append(auto)
-    patches: list[Patch] = []
+    yield from reversed(features)
     if due or replicated or auto:
         from fold3d_patches.schedule import due_steps, optimizer_step
 
-        patches.append(optimizer_step.patch(due, _metrics(), replicated, auto))
-        patches += due_steps.patches(due) if due else ()
-    return features[::-1], patches
+        yield optimizer_step.patch(due, _metrics(), replicated, auto)
+        yield from due_steps.patches(due) if due else ()
 
 
 def _trace_patches(run: _Run) -> Iterator[Patch]:
     if run.tracer is None:
         return
 
-    from fold3d_patches import trace
+    from fold3d_patches.trace import collectives, spans
 
-    yield from trace.patches(run.tracer, run.config.choice.order)
+    yield spans.iteration(run.tracer)
+    yield from collectives.patches(run.tracer)
+    yield from spans.updates(run.tracer)
+    if run.config.choice.order == "stock":  # our executor records its own computations
+        yield from spans.computations(run.tracer)
     if run.config.records_tp_sync and not run.config.choice.pairs:  # pairs have it
         from fold3d_patches.schedule import tensor_parallel_group
 

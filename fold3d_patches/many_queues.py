@@ -20,5 +20,5 @@ def patch() -> Patch:
             "megatron.training.utils:get_device_arch_version",
             "megatron.training.arguments:get_device_arch_version",
         ),
-        parameters=(),
+        parameters="",
     )

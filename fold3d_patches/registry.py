@@ -40,21 +40,21 @@ class Patch:
         make: takes the upstream object (a static or class method's function) and returns the
             replacement.
         rebinds: names in other modules that are bound to the same object, spelled like ``target``.
-        parameters: the names of all upstream parameters, in order, if the replacement relies on
-            them.
+        parameters: the names of all upstream parameters, in order with spaces between, if the
+            replacement relies on them.
     """
 
     target: str
     make: Callable[[Any], Any]
     rebinds: tuple[str, ...] = ()
-    parameters: tuple[str, ...] | None = None
+    parameters: str | None = None
 
 
 def replace(
     target: str,
     ours: Any,
     rebinds: tuple[str, ...] = (),
-    parameters: tuple[str, ...] | None = None,
+    parameters: str | None = None,
 ) -> Patch:
     """Return the patch that puts ``ours`` in the place of a symbol, and never calls upstream's."""
     return Patch(target=target, make=lambda _: ours, rebinds=rebinds, parameters=parameters)
@@ -64,7 +64,7 @@ def around(
     target: str,
     ours: Callable[..., Any],
     rebinds: tuple[str, ...] = (),
-    parameters: tuple[str, ...] | None = None,
+    parameters: str | None = None,
 ) -> Patch:
     """Return the patch that calls ``ours`` for a function: with upstream's, then the arguments.
 
@@ -132,11 +132,11 @@ def _install(patch: Patch, undo: ExitStack) -> None:
     wrap = type(upstream) if isinstance(upstream, staticmethod | classmethod) else None
     function = upstream.__func__ if wrap else upstream
     if patch.parameters is not None:
-        found = tuple(inspect.signature(function).parameters)
+        found = " ".join(inspect.signature(function).parameters)
         if found != patch.parameters:
             raise PatchError(
-                f"{patch.target} takes {found} here, the patch was written for "
-                f"{patch.parameters}; read what upstream changed, then update the patch"
+                f"{patch.target} takes ({found}) here, the patch was written for "
+                f"({patch.parameters}); read what upstream changed, then update the patch"
             )
     made = patch.make(function)
     ours = wrap(made) if wrap else made

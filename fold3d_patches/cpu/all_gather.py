@@ -13,26 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _CoalescingManager
 
 from fold3d_patches.registry import Patch, replace
 from megatron.fold3d.runtime.torch_names import known_name, method_of
-
-
-class Works:
-    """All-gathers that are waited for together."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> bool:
-        """Return when all of them have ended."""
-        for work in self._works:
-            work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether all of them have ended."""
-        return all(work.is_completed() for work in self._works)
 
 
 def _one_by_one(
@@ -40,10 +24,11 @@ def _one_by_one(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     *options: Any,
-) -> Works:
-    pairs = zip(outputs, inputs, strict=True)
-    gather = method_of(self, "all_gather_single")
-    return Works([gather(whole, part, *options) for whole, part in pairs])
+) -> _CoalescingManager:
+    works, gather = _CoalescingManager(), method_of(self, "all_gather_single")
+    for whole, part in zip(outputs, inputs, strict=True):
+        works.append(gather(whole, part, *options))
+    return works
 
 
 def patch() -> Patch:

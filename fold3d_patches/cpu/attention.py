@@ -89,17 +89,13 @@ def patches() -> tuple[Patch, ...]:
         around(
             f"{_TARGET}.__init__",
             _take_widths,
-            parameters=(
-                *("self", "config", "layer_number", "attn_mask_type", "attention_type"),
-                *("attention_dropout", "softmax_scale", "cp_comm_type", "pg_collection"),
-            ),
+            parameters="self config layer_number attn_mask_type attention_type attention_dropout "
+            "softmax_scale cp_comm_type pg_collection",
         ),
         around(
             f"{_TARGET}.forward",
             _gather_keys,
-            parameters=(
-                *("self", "query", "key", "value", "attention_mask", "attn_mask_type"),
-                *("attention_bias", "packed_seq_params"),
-            ),
+            parameters="self query key value attention_mask attn_mask_type attention_bias "
+            "packed_seq_params",
         ),
     )

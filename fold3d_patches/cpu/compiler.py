@@ -37,21 +37,16 @@ def uncompiled() -> Iterator[None]:
         torch.compile = upstream
 
 
-def _force_eager(upstream: Any) -> Any:
-    return dataclasses.replace(upstream, stance="force_eager")
-
-
-def _no_warmup(tp_size: int | None = None) -> None:
-    pass
-
-
 def patches() -> tuple[Patch, ...]:
     """The stance, which torch reads at each call of what is compiled, and the warm-up."""
     return (
-        Patch(target="torch._dynamo.eval_frame:_stance", make=_force_eager),
+        Patch(
+            target="torch._dynamo.eval_frame:_stance",
+            make=lambda stance: dataclasses.replace(stance, stance="force_eager"),
+        ),
         replace(
             "megatron.training.initialize:_warmup_jit_function",
-            _no_warmup,
-            parameters=("tp_size",),
+            lambda tp_size=None: None,
+            parameters="tp_size",
         ),
     )

@@ -9,7 +9,6 @@ Remove when: Megatron asks ``torch.accelerator`` instead of ``torch.cuda``.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,13 +20,9 @@ CPU = torch.device("cpu")
 CAPABILITY = (10, 0)
 
 
-def _answer(name: str, value: Callable[[], Any], module: str = "torch.cuda") -> Patch:
-    """Make the function ``name`` answer ``value()`` whatever it is asked."""
-
-    def query(*_args: Any, **_kwargs: Any) -> Any:
-        return value()
-
-    return replace(f"{module}:{name}", query)
+def _answer(name: str, value: Any, module: str = "torch.cuda") -> Patch:
+    """Make the function ``name`` answer with a value whatever it is asked."""
+    return replace(f"{module}:{name}", lambda *_, **__: value)
 
 
 def absent_gpu(is_blackwell: bool) -> tuple[Patch, ...]:
@@ -38,23 +33,23 @@ def absent_gpu(is_blackwell: bool) -> tuple[Patch, ...]:
     """
     major = 10 if is_blackwell else 9
     return (
-        _answer("get_device_capability", lambda: (major, 0)),
-        _answer("get_device_properties", lambda: SimpleNamespace(name="absent", major=major)),
+        _answer("get_device_capability", (major, 0)),
+        _answer("get_device_properties", SimpleNamespace(name="absent", major=major)),
     )
 
 
 def patches() -> tuple[Patch, ...]:
     """Every question that a training run asks about its device."""
     return (
-        _answer("is_available", lambda: False),
-        _answer("device_count", lambda: 1),
-        _answer("current_device", lambda: CPU),
-        _answer("set_device", lambda: None),
-        _answer("get_device_name", lambda: "cpu"),
-        _answer("get_device_capability", lambda: CAPABILITY),
-        _answer("get_device_properties", lambda: SimpleNamespace(name="cpu", major=CAPABILITY[0])),
-        _answer("memory_stats", Counter),
-        _answer("reset_peak_memory_stats", lambda: None),
-        _answer("range_push", lambda: None, module="torch.cuda.nvtx"),
-        _answer("range_pop", lambda: None, module="torch.cuda.nvtx"),
+        _answer("is_available", False),
+        _answer("device_count", 1),
+        _answer("current_device", CPU),
+        _answer("set_device", None),
+        _answer("get_device_name", "cpu"),
+        _answer("get_device_capability", CAPABILITY),
+        _answer("get_device_properties", SimpleNamespace(name="cpu", major=CAPABILITY[0])),
+        _answer("memory_stats", Counter()),
+        _answer("reset_peak_memory_stats", None),
+        _answer("range_push", None, module="torch.cuda.nvtx"),
+        _answer("range_pop", None, module="torch.cuda.nvtx"),
     )

@@ -29,5 +29,5 @@ def patch() -> Patch:
         f"megatron.core.transformer.moe.moe_utils:{name}",
         _always_as_asked,
         rebinds=(f"megatron.core.transformer.moe.token_dispatcher:{name}",),
-        parameters=("tensor", "as_numpy", "record_stream"),
+        parameters="tensor as_numpy record_stream",
     )

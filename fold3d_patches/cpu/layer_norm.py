@@ -33,8 +33,6 @@ def patch() -> Patch:
     return around(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         _allow_sequence_parallel,
-        parameters=(
-            *("cls", "config", "hidden_size", "eps"),
-            *("persist_layer_norm", "zero_centered_gamma", "normalization"),
-        ),
+        parameters="cls config hidden_size eps persist_layer_norm zero_centered_gamma "
+        "normalization",
     )

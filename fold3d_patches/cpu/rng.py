@@ -64,15 +64,15 @@ def patches() -> tuple[Patch, ...]:
                 parameters=parameters,
             )
             for ours, parameters in (
-                (get_rng_state, ("device",)),
-                (set_rng_state, ("new_state", "device")),
-                (manual_seed, ("seed",)),
+                (get_rng_state, "device"),
+                (set_rng_state, "new_state device"),
+                (manual_seed, "seed"),
             )
         ),
         replace(
             f"{_RANDOM}:_set_cuda_rng_state",
             set_rng_state,
-            parameters=("new_state", "device", "graph_safe"),
+            parameters="new_state device graph_safe",
         ),
-        replace(f"{_RANDOM}:CudaRNGStatesTracker.fork", fork, parameters=("self", "name")),
+        replace(f"{_RANDOM}:CudaRNGStatesTracker.fork", fork, parameters="self name"),
     )

@@ -7,7 +7,7 @@ Remove when: Megatron takes streams from ``torch.get_device_module``.
 """
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch.cpu
@@ -58,10 +58,6 @@ def _current_stream(device: Any = None) -> HostStream:
     return _THE_STREAM
 
 
-def _stream(stream: Any) -> AbstractContextManager[Any]:
-    return nullcontext(stream)
-
-
 def _no_wait(device: Any = None) -> None:
     pass
 
@@ -71,7 +67,7 @@ def patches() -> tuple[Patch, ...]:
     return (
         replace("torch.cuda:Stream", HostStream),
         replace("torch.cuda:Event", HostEvent),
-        replace("torch.cuda:stream", _stream),
+        replace("torch.cuda:stream", nullcontext),
         replace("torch.cuda:set_stream", _no_wait),
         replace("torch.cuda:current_stream", _current_stream),
         replace("torch.cuda:default_stream", _current_stream),

@@ -24,28 +24,16 @@ def patch(delayed: "DelayedWeightGrads") -> Patch:
 
     def linear(
         upstream: Callable[..., Any],
-        input: "torch.Tensor",  # noqa: A002 - it is passed by name
+        x: "torch.Tensor",
         weight: "torch.Tensor",
-        bias: "torch.Tensor | None",
-        gradient_accumulation_fusion: bool,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        tp_group: Any = None,
-        **rest: Any,
+        *args: Any,
+        **named: Any,
     ) -> Any:
-        if delayed.concerns(weight):
-            parallel = Parallel(allreduce_dgrad, sequence_parallel, tp_group)
-            return delayed.linear(input, weight, bias, parallel)
-        return upstream(
-            input,
-            weight,
-            bias,
-            gradient_accumulation_fusion,
-            allreduce_dgrad,
-            sequence_parallel,
-            tp_group=tp_group,
-            **rest,
-        )
+        if not delayed.concerns(weight):
+            return upstream(x, weight, *args, **named)
+        # Layers give all of these by name.
+        of_ranks = named["allreduce_dgrad"], named["sequence_parallel"], named["tp_group"]
+        return delayed.linear(x, weight, named["bias"], Parallel(*of_ranks))
 
     module = "megatron.core.tensor_parallel"
     name = "linear_with_grad_accumulation_and_async_allreduce"
@@ -53,9 +41,6 @@ def patch(delayed: "DelayedWeightGrads") -> Patch:
         f"{module}.layers:{name}",
         linear,
         rebinds=(f"{module}:{name}",),
-        parameters=(
-            *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad"),
-            *("sequence_parallel", "grad_output_buffer", "wgrad_deferral_limit", "tp_group"),
-            "gtp_remat_size",
-        ),
+        parameters="input weight bias gradient_accumulation_fusion allreduce_dgrad "
+        "sequence_parallel grad_output_buffer wgrad_deferral_limit tp_group gtp_remat_size",
     )

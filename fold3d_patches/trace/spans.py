@@ -24,27 +24,16 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 def iteration(tracer: "Tracer") -> Patch:
     """Return the patch of an iteration, from zeroing the gradients to the optimizer step."""
 
-    def recorded(
-        upstream: Func,
-        forward_step_func: Any,
-        data_iterator: Any,
-        model: Any,
-        *args: Any,
-        iteration: int,
-        **kwargs: Any,
-    ) -> Any:
+    def recorded(upstream: Func, *args: Any, iteration: int, **kwargs: Any) -> Any:
+        _, _, model, *_ = args
         with tracer.iteration(iteration + 1, model):  # as the log counts
-            return upstream(
-                forward_step_func, data_iterator, model, *args, iteration=iteration, **kwargs
-            )
+            return upstream(*args, iteration=iteration, **kwargs)
 
     return around(
         "megatron.training.training:train_step",
         recorded,
-        parameters=(
-            *("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler"),
-            *("config", "forward_backward_func", "iteration", "pg_collection", "p2p_communicator"),
-        ),
+        parameters="forward_step_func data_iterator model optimizer opt_param_scheduler config "
+        "forward_backward_func iteration pg_collection p2p_communicator",
     )
 
 
@@ -60,7 +49,7 @@ def updates(tracer: "Tracer") -> tuple[Patch, ...]:
         around(
             f"megatron.core.optimizer.optimizer:ChainedOptimizer.{name}",
             recorded,
-            parameters=("self",),
+            parameters="self",
         )
         for name in ("prepare_grads", "step_with_ready_grads")
     )
@@ -95,16 +84,14 @@ def computations(tracer: "Tracer") -> tuple[Patch, ...]:
         around(
             f"{_SCHEDULES}:forward_step",
             forward,
-            parameters=(
-                *("forward_step_func", "data_iterator", "model", "num_microbatches"),
-                *("input_tensor", "forward_data_store", "config", "cp_group_size"),
-                *("collect_non_loss_data", "checkpoint_activations_microbatch"),
-                *("is_first_microbatch", "current_microbatch", "vp_stage", "is_last_stage"),
-            ),
+            parameters="forward_step_func data_iterator model num_microbatches input_tensor "
+            "forward_data_store config cp_group_size collect_non_loss_data "
+            "checkpoint_activations_microbatch is_first_microbatch current_microbatch vp_stage "
+            "is_last_stage",
         ),
         around(
             f"{_SCHEDULES}:backward_step",
             backward,
-            parameters=("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+            parameters="input_tensor output_tensor output_tensor_grad config",
         ),
     )

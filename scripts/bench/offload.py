@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,13 +34,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features
 from megatron.fold3d.plan.ir import Action, Plan, Program
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.ops import TABLE, Place
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.offload_choice import offloaded
-from megatron.fold3d.runtime.device import peak_device_bytes, synchronize
+from megatron.fold3d.runtime.device import Mark, mark_now, peak_device_bytes, synchronize
+from megatron.fold3d.runtime.events import Events
 from megatron.fold3d.runtime.offload.host_memory import take
 from megatron.fold3d.runtime.offload.offload_library import batched_copy, kernel_copy
 from megatron.fold3d.runtime.offload.offloader import Offloader
@@ -86,6 +91,30 @@ class Layer(nn.Module):
         return hidden if self.parts == 1 else hidden.repeat(self.parts, 1, 1)
 
 
+class Reloads(Events):
+    """When activations were back on a device, and when their backwards needed them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._back: dict[tuple[int, int | None], Mark] = {}
+        self._both: list[tuple[Mark, Mark]] = []
+
+    def open_span(self, name: object, kind: str) -> Callable[[], None]:
+        """Note the end of a copy, there or back."""
+        assert isinstance(name, Action)
+        key = name.stage, name.microbatch
+        return lambda: self._back.update({key: mark_now(self._device)})
+
+    def note_need(self, backward: Action) -> None:
+        """Note that a backward begins."""
+        if (back := self._back.pop((backward.stage, backward.microbatch), None)) is not None:
+            self._both.append((back, mark_now(self._device)))
+
+    def num_early(self) -> int:
+        """Return how many were back in time; the device must have done all work."""
+        return sum(needed.after_s(back) >= 0 for back, needed in self._both)
+
+
 @dataclass(slots=True)
 class Way:
     """One way to keep activations: how, and what its iterations took.
@@ -93,6 +122,7 @@ class Way:
     Attributes:
         order: what is computed.
         offloader: what moves them, if anything of ours.
+        reloads: what the offloader has moved back.
         hooks: what autograd saves them through, if anything of torch's.
         times_ms: of iterations after warm-up.
         device_bytes: the most that tensors held of the device's memory in one of them.
@@ -102,6 +132,7 @@ class Way:
 
     order: Plan
     offloader: Offloader | None = None
+    reloads: Reloads | None = None
     hooks: Callable[[], Hooks] = nullcontext
     times_ms: list[float] = field(default_factory=list)
     device_bytes: int | None = None
@@ -138,9 +169,18 @@ class Way:
             num_microbatches=args.micro_batches * (args.segments if is_1f1b else 1),
         )
         if name == "offload":
-            offloader = Offloader(device, everything=True, saved_bytes=saved_bytes)
-            offloader.counts_early = True
-            return cls(order, offloader=offloader)
+            config = Fold3DConfig(
+                choice=Choice.plain(args.schedule, args.segments),
+                features=Features(),
+                num_ranks=args.ranks,
+                device=args.device,
+                distributed_timeout_minutes=1,
+                offload_activations="on",
+                offload_everything=True,
+                saved_bytes=saved_bytes,
+            )
+            reloads = Reloads(device)
+            return cls(order, offloader=Offloader(config, recorder=reloads), reloads=reloads)
         if name == "save_on_cpu":
             pin = device.type == "cuda"
             return cls(order, hooks=lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin))
@@ -174,7 +214,9 @@ class Rank:
         program = way.program(self.rank)
         saved: dict[tuple[int, int | None], tuple[torch.Tensor, torch.Tensor]] = {}
         if offloader is not None:
-            offloader.begin_iteration(program, self.chunks, self.hidden_bytes)
+            sizes = {"chunks": self.chunks, "hidden_bytes": self.hidden_bytes}
+            iteration: Any = SimpleNamespace(trains=True, program=program, **sizes)
+            offloader.prepare(iteration)
         for action in program:
             key, row = (action.stage, action.microbatch), TABLE[action.op]
             if row.kind == "forward":
@@ -184,6 +226,8 @@ class Rank:
                 deallocate_output_tensor(saved[key][1], deallocate_pipeline_outputs=True)  # sent
             elif row.kind == "backward":
                 _, output = saved.pop(key)
+                if way.reloads is not None:
+                    way.reloads.note_need(action)
                 with nullcontext() if offloader is None else offloader.using(action):
                     custom_backward(output, self.arriving)
             elif offloader is not None and row.place is Place.TO_HOST:
@@ -237,15 +281,16 @@ def _iterate(rank: Rank, way: Way, *, counts: bool) -> None:
 
 def _report(rank: Rank, way: Way, args: argparse.Namespace) -> None:
     """Say what the offloader did, and what equation 7 says of the host's memory."""
-    offloader = way.offloader
+    offloader, reloads = way.offloader, way.reloads
     assert offloader is not None  # of this way
+    assert reloads is not None
     pool, copies = offloader.pool, offloader.copies
     iterations = args.warm_up + args.iterations
     print(
         f"pool {pool.num_bytes / MIB:.2f} MiB in {pool.num_growths} pieces, "
         f"{pool.num_bytes / pool.high_water_bytes:.3f} of its high water; "
         f"{copies.num_tensors / iterations:.0f} tensors in {copies.num_calls / iterations:.0f} "
-        f"copy calls an iteration; {offloader.num_early} of {offloader.num_reloads} activations "
+        f"copy calls an iteration; {reloads.num_early()} of {offloader.num_reloads} activations "
         f"were back before they were needed; depth {offloader.depth}"
     )
     saved_bytes = args.layers * rank.hidden_bytes

@@ -40,18 +40,7 @@ def patch() -> Patch:
 
     return Patch(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
-        parameters=(
-            "self",
-            "config",
-            "submodules",
-            "layer_number",
-            "hidden_dropout",
-            "pg_collection",
-            "vp_stage",
-            "is_mtp_layer",
-            "add_layer_offset",
-            "pp_layer_offset",
-            "name",
-        ),
+        parameters="self config submodules layer_number hidden_dropout pg_collection vp_stage "
+        "is_mtp_layer add_layer_offset pp_layer_offset name",
         make=make,
     )

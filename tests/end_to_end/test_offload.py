@@ -139,7 +139,6 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
         for (_, began), (ended, _) in itertools.pairwise(counts.growths):
             assert began == ended
         assert counts.growths[-2][0] == counts.growths[-1][0]
-        assert counts.early == counts.reloads
         # One launch for all that leaves together, and one back: no stage saves more than a batch.
         assert counts.calls == 2 * counts.reloads
         assert counts.tensors >= counts.calls or row.moves == AUTO
@@ -216,7 +215,6 @@ class Counts:
     high_water_bytes: int = 0
     largest_bytes: int = 0
     reloads: int = 0
-    early: int = 0
     tensors: int = 0
     calls: int = 0
     sent_lazily: int = 0
@@ -239,7 +237,7 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
 
     counts = Counts([])
     run, forward, post = Executor.__call__, Computations.forward, P2P.post
-    begin, send = Offloader.begin_iteration, HostLink.send
+    prepare, send = Offloader.prepare, HostLink.send
     offloaders: list[Offloader] = []
 
     def counted_run(self: Executor, *, forward_only: bool = False, **kwargs: Any) -> Any:
@@ -255,9 +253,9 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
         post(self, *args)
         counts.arriving = max(counts.arriving, len(self._arriving))
 
-    def counted_begin(self: Offloader, *args: Any) -> None:
+    def counted_prepare(self: Offloader, iteration: Any) -> None:
         before = self.pool.num_growths
-        begin(self, *args)
+        prepare(self, iteration)
         offloaders.append(self)
         counts.growths.append([before, self.pool.num_growths])
 
@@ -266,13 +264,13 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
         send(self, *args)
 
     Executor.__call__, Computations.forward, P2P.post = counted_run, counted_forward, counted_post
-    Offloader.begin_iteration, HostLink.send = counted_begin, counted_send
+    Offloader.prepare, HostLink.send = counted_prepare, counted_send
     record = train(argv)
     for each in offloaders[:1]:
         counts.growths.append([each.pool.num_growths] * 2)
         counts.peak = each.peak
         counts.pool_bytes, counts.high_water_bytes = each.pool.num_bytes, each.pool.high_water_bytes
         counts.largest_bytes = each._slots.activation_bytes
-        counts.reloads, counts.early = each.num_reloads, each.num_early
+        counts.reloads = each.num_reloads
         counts.tensors, counts.calls = each.copies.num_tensors, each.copies.num_calls
     return record, counts

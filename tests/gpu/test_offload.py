@@ -4,7 +4,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.host_memory import available_bytes
 from megatron.fold3d.runtime.offload.offload_library import PinnedMemory, batched_copy, kernel_copy
 from megatron.fold3d.runtime.offload.offloader import Offloader
+from tests.configs import CONFIG
 
 pytestmark = pytest.mark.gpu
 
@@ -110,15 +113,17 @@ def test_gradients_and_peaks_are_those_of_an_iteration_without(depth: int):
     plan = build("afab", num_ranks=1, num_segments=1, num_microbatches=12)
     offloaded = add_offload(plan, depth=depth)
     # What is above 1/16 of a hidden state: the input, what goes into GELU and what comes out.
-    offloader = Offloader(CUDA, everything=True, saved_bytes=3 * 512 * HIDDEN * 4)
-    offloader.depth, offloader.counts_early = depth, True
+    saved_bytes = 3 * 512 * HIDDEN * 4
+    config = replace(CONFIG, device="cuda", offload_everything=True, saved_bytes=saved_bytes)
+    offloader = Offloader(replace(config, offload_activations="on"))
+    offloader.depth = depth
     theirs = _gradients(plan.programs[0], model, None)
     for _ in range(3):
         ours = _gradients(offloaded.programs[0], model, offloader)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         assert (offloader.peak,) == peak_activations(offloaded, depth=depth)
     synchronize(CUDA)
-    assert 0 <= offloader.num_early <= offloader.num_reloads == 3 * 12
+    assert offloader.num_reloads == 3 * 12
     assert offloader.pool.num_bytes == offloader.pool.high_water_bytes
 
 
@@ -126,7 +131,9 @@ def _gradients(program: Any, model: torch.nn.Module, offloader: Offloader | None
     model.zero_grad()
     losses: dict[int | None, Tensor] = {}
     if offloader is not None:
-        offloader.begin_iteration(program, [model], 512 * HIDDEN * 4)
+        sizes = {"chunks": [model], "hidden_bytes": 512 * HIDDEN * 4}
+        iteration: Any = SimpleNamespace(trains=True, program=program, **sizes)
+        offloader.prepare(iteration)
     for action in program:
         if action.op is Op.FORWARD:
             torch.manual_seed(action.microbatch)

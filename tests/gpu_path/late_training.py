@@ -17,7 +17,7 @@ from megatron.fold3d.config import bucket_flags, read_config
 from megatron.fold3d.runtime import device as fold3d_device
 from megatron.fold3d.runtime.executor import Executor
 from megatron.fold3d.runtime.offload import copies, host_memory, host_slots
-from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot
+from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool
 from megatron.fold3d.runtime.tensor_parallel.baton import Baton
 from megatron.fold3d.runtime.transfers import host_link
 from tests.end_to_end.training import Record, train
@@ -62,8 +62,7 @@ def lateness(late: Late) -> Iterator[LateDevice]:
     device = LateDevice(delays, late.num_queues, late.launches)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as undo:
         _make_groups_late(patch, device, late)
-        kind = fold3d_device.DeviceKind(runs_behind=True, streams=device)
-        patch.setitem(fold3d_device.KINDS, "cpu", kind)
+        patch.setitem(fold3d_device.STREAMS, "cpu", device)
         patch.setattr(copies, "batched_copy", device.copy)
         patch.setattr(host_link, "PinnedPool", functools.partial(_LinkPool, device))
         patch.setattr(host_slots, "PinnedPool", functools.partial(_OffloadPool, device))
@@ -207,10 +206,10 @@ class _OffloadPool(PinnedPool):
         super().__init__(device)
         self._late_device = late_device
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: torch.Tensor) -> None:
         given_back = f"host memory given back{caller()}"
         self._late_device.queue_operator(
-            functools.partial(_poison, slot), given_back, writes=(slot.memory,)
+            functools.partial(_poison, slot), given_back, writes=(slot,)
         )
         super().give_back(slot)
 
@@ -225,13 +224,13 @@ class _LinkPool(PinnedPool):
         if late_device.delays.always is not None:
             threading.Thread(target=self._poison_free, daemon=True).start()
 
-    def take(self, num_bytes: int) -> Slot:
+    def take(self, num_bytes: int) -> torch.Tensor:
         with self._lock:
             return super().take(num_bytes)
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: torch.Tensor) -> None:
         with self._lock:
-            self._late_device.host_writes(slot.memory, f"given back{caller()}")
+            self._late_device.host_writes(slot, f"given back{caller()}")
             _poison(slot)
             super().give_back(slot)
 
@@ -244,5 +243,5 @@ class _LinkPool(PinnedPool):
             time.sleep(0.001)
 
 
-def _poison(slot: Slot) -> None:
-    as_array(slot.memory).fill(0xFF)
+def _poison(slot: torch.Tensor) -> None:
+    as_array(slot).fill(0xFF)

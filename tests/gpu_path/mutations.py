@@ -208,17 +208,17 @@ MUTATIONS = (
     Mutation(
         "a copy's event is never recorded",
         "offload.copies:Copies._copy",
-        "        copied.record()\n",
-        "",
+        "return self.now()",
+        "return self._backend.Event()",
         _TO_HOST,
     ),
     Mutation(
         "a copy's event is recorded before the copy",
         "offload.copies:Copies._copy",
-        "        over = watch()\n",
-        "        over = watch()\n        early = self._backend.Event()\n        early.record()\n",
+        "        with watch():\n",
+        "        early = self.now()\n        with watch():\n",
         _TO_HOST,
-        (("return copied", "return early"),),
+        (("return self.now()", "return early"),),
     ),
     Mutation(
         "copies to the device run on another stream than their event",
@@ -280,7 +280,7 @@ MUTATIONS = (
     Mutation(
         "a message's memory is reused before it is on the device",
         "transfers.host_link:HostLink.take",
-        "self._copying.append((copied, fetched.slot))",
+        "self._copying.append((copied, None, fetched.slot))",
         "self.pool.give_back(fetched.slot)",
         _TO_HOST,
     ),
@@ -294,7 +294,7 @@ MUTATIONS = (
     Mutation(
         "a tensor is not kept until it is in host memory",
         "transfers.host_link:HostLink.send",
-        "self._copying.append((copied, source))",
+        "self._copying.append((copied, source, None))",
         "del source",
         _TO_HOST,
     ),
@@ -353,16 +353,17 @@ MUTATIONS = (
     # Times.
     Mutation(
         "a trace reads events that have not passed",
-        "device:Clock.has_passed",
-        "return mark.passed_s is not None",
-        "return True",
+        "trace.recorder:Recorder.flush",
+        "any(end is None or end.passed_s is None for end in ends)",
+        "any(end is None for end in ends)",
         _TRACE,
         late="compute",
     ),
     Mutation(
         "the end of a collective is a callback, which stops the one queue",
-        "device:Clock.when_done",
-        "        watcher_of(self._device).when(end, are_over, end)\n",
+        "device:call_when_done",
+        "        watcher_of(device).when(end, "
+        "lambda: all(work.is_completed() for work in works), end)\n",
         "        works[0].get_future().add_done_callback(lambda _: end())\n",
         _PAIRS,
         num_queues=1,

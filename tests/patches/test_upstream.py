@@ -6,15 +6,13 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from fold3d_patches import compile_helpers, cpu, many_queues, trace, unfused_layers
+from fold3d_patches import compile_helpers, cpu, many_queues, unfused_layers
 from fold3d_patches.registry import Patch, apply
 from fold3d_patches.schedule import (
     backward_post_hook,
@@ -30,6 +28,7 @@ from fold3d_patches.schedule import (
     tensor_parallel_group,
     token_dispatcher,
 )
+from fold3d_patches.trace import collectives, spans
 from megatron.fold3d.predict.search.measured_search import measured_search
 from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
@@ -43,13 +42,14 @@ from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGra
 from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
 from tests.configs import CONFIG
 
-DUE = DueSteps(Plans(CONFIG), slice_bytes=4096, bounded=False, timeout=timedelta(minutes=1))
+DUE = DueSteps(CONFIG, Plans(CONFIG))
 TRACED = replace(CONFIG, trace=Path("trace"))
 NO_METRICS = Metrics(lambda: None, lambda: None)
+TRACER = Tracer(TRACED, Plans(TRACED), NO_METRICS)
 PATCHES = (
     compile_helpers.patch(),
     many_queues.patch(),
-    checkpoint.patch(Offloader(torch.device("cpu"), everything=False)),
+    checkpoint.patch(Offloader(CONFIG)),
     get_forward_backward_func.patch(lambda **_: []),
     *script_settings.patches(),
     *due_steps.patches(DUE),
@@ -68,7 +68,10 @@ PATCHES = (
     token_dispatcher.patch(Baton()),
     *unfused_layers.patches(),
     *cpu.patches(),
-    *trace.patches(Tracer(TRACED, Plans(TRACED), NO_METRICS), "stock"),
+    spans.iteration(TRACER),
+    *collectives.patches(TRACER),
+    *spans.updates(TRACER),
+    *spans.computations(TRACER),
 )
 ROOT = Path(__file__).parents[2]
 

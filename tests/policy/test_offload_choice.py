@@ -1,15 +1,16 @@
 """What leaves is what memory demands, and as early as it takes for compute to hide the copies."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.fold3d.plan.ir import Op, Plan, Program
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
@@ -22,9 +23,11 @@ from megatron.fold3d.policy.offload_choice import (
 )
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
+from megatron.fold3d.runtime.events import Events
 from megatron.fold3d.runtime.offload import host_memory, offload_tuner
 from megatron.fold3d.runtime.offload.copies import Copies, Watch
 from megatron.fold3d.runtime.offload.offloader import Offloader
+from tests.configs import CONFIG
 
 CPU = torch.device("cpu")
 PLAN = build("afab", num_ranks=1, num_segments=1, num_microbatches=20)
@@ -149,20 +152,33 @@ class VirtualDevice(Copies):
     ) -> Any:
         now_s = self.now_s
         self.now_s = max(now_s, self._free_s[stream])
-        over = watch()
-        self.now_s += self.copy_s
-        over()
+        with watch():
+            self.now_s += self.copy_s
         self._free_s[stream], self.now_s = self.now_s, now_s
         torch._foreach_copy_(targets, sources)
         return self._free_s[stream]
 
 
-def iterate(offloads: Offloader, device: VirtualDevice) -> tuple[int, float, OffloadChoice]:
+class Reloads(Events):
+    """When each of them was over."""
+
+    def __init__(self) -> None:
+        self.over_s: dict[int | None, float] = {}
+
+    def open_span(self, name: object, kind: str) -> Callable[[], None]:
+        assert isinstance(name, Action)
+        return lambda: self.over_s.update({name.microbatch: time.perf_counter()})
+
+
+def iterate(
+    offloads: Offloader, device: VirtualDevice, reloads: Reloads
+) -> tuple[int, float, OffloadChoice]:
     """Run an iteration; returns what was late, how long compute waited, and what was chosen."""
     choice = offloads.choice(PROGRAM)
     program = offloaded(PROGRAM, choice)
-    reloads, early, waited_s = offloads.num_reloads, offloads.num_early, device.waited_s
-    offloads.begin_iteration(program, [], 64)
+    late, waited_s = 0, device.waited_s
+    iteration: Any = SimpleNamespace(trains=True, program=program, chunks=(), hidden_bytes=64)
+    offloads.prepare(iteration)
     losses: dict[int | None, Tensor] = {}
     for action in program:
         if action.op is Op.FORWARD:
@@ -170,6 +186,7 @@ def iterate(offloads: Offloader, device: VirtualDevice) -> tuple[int, float, Off
                 losses[action.microbatch] = torch.rand(64, requires_grad=True).exp().sum()
                 device.compute(action.op)
         elif action.op is Op.BACKWARD:
+            late += reloads.over_s.get(action.microbatch, 0.0) > device.now_s
             with offloads.using(action):
                 losses.pop(action.microbatch).backward()
                 device.compute(action.op)
@@ -180,7 +197,6 @@ def iterate(offloads: Offloader, device: VirtualDevice) -> tuple[int, float, Off
     assert (offloads.peak,) == peak_activations(
         add_offload(PLAN, depth=choice.depth, at_most=choice.at_most), depth=choice.depth
     )
-    late = offloads.num_reloads - reloads - (offloads.num_early - early)
     return late, device.waited_s - waited_s, choice
 
 
@@ -199,10 +215,13 @@ def test_a_run_measures_chooses_and_is_as_fast_as_was_predicted(
 ):
     monkeypatch.setattr(offload_tuner, "free_device_bytes", lambda _: spare * 512 * 10 // 9 + spare)
     device = VirtualDevice(monkeypatch, copy_s)
-    offloads = Offloader(CPU, everything=True, sparing=sparing, saved_bytes=512, copies=device)
-    assert [iterate(offloads, device)[2] for _ in range(2)] == [OffloadChoice()] * 2
+    config = replace(CONFIG, offload_everything=True, saved_bytes=512)
+    config = replace(config, offload_activations="auto" if sparing else "on")
+    reloads = Reloads()
+    offloads = Offloader(config, copies=device, recorder=reloads)
+    assert [iterate(offloads, device, reloads)[2] for _ in range(2)] == [OffloadChoice()] * 2
     for _ in range(2):
-        num_late, waited_s, choice = iterate(offloads, device)
+        num_late, waited_s, choice = iterate(offloads, device, reloads)
         measured = replace(MEASURED, offload_s=copy_s, reload_s=copy_s)
         assert waited_s == pytest.approx(
             waits_s(offloaded(PROGRAM, choice), measured, choice.depth)
@@ -215,7 +234,8 @@ def test_auto_keeps_on_the_device_what_the_host_has_no_room_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 4 * 7 * 1000 * 10 // 9 + 1)
-    options: dict[str, Any] = {"everything": False, "saved_bytes": 1000, "num_local": 4}
-    assert Offloader(CPU, sparing=True, **options).choice(PROGRAM) == OffloadChoice(7)
+    config = replace(CONFIG, offload_activations="auto", saved_bytes=1000)
+    assert Offloader(config, num_local=4).choice(PROGRAM) == OffloadChoice(7)
     assert "20 activations of 1,000 bytes should leave, the host has memory for 7" in caplog.text
-    assert Offloader(CPU, **options).choice(PROGRAM) == OffloadChoice()  # on: an error, not less
+    on = replace(config, offload_activations="on")  # an error, not less
+    assert Offloader(on, num_local=4).choice(PROGRAM) == OffloadChoice()

@@ -211,7 +211,8 @@ def test_a_first_choice_that_has_no_room_fills_no_gaps():
     assert full.order.has(Op.WEIGHT)
     found: Any = SimpleNamespace(first=full, to_try=list)
     auto = AutoSchedule(config, plans, lambda *_, **__: found)
-    (kept,) = auto._predicted(auto._search, 4, 1)
+    times: Any = SimpleNamespace(room_bytes=inf, other_shard_bytes=())
+    (kept,) = auto._predicted(times, 1, 4, 1)
     assert not kept.order.has(Op.WEIGHT)
 
 

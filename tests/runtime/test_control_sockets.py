@@ -75,7 +75,7 @@ def test_a_hello_may_come_in_pieces(listener: socket.socket, callers: Callers) -
 def test_a_flood_of_silent_callers_keeps_no_rank_out(
     listener: socket.socket, callers: Callers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_sockets, "_MOST_STRANGERS", 8)
+    monkeypatch.setattr(control_sockets, "_MOST_CALLERS", 8)
 
     def flood() -> None:
         for _ in range(60):

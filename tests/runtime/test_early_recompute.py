@@ -1,6 +1,8 @@
 """Recomputation ahead of a backward, beside Megatron's own inside it."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from fold3d_patches.registry import apply
 from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.runtime.early_recompute import EarlyRecompute
 
-PROGRAM = Plan.from_text("0F0 0F1 0R0 0B0 0B1").programs[0]
+ITERATION: Any = SimpleNamespace(program=Plan.from_text("0F0 0F1 0R0 0B0 0B1").programs[0])
 FORWARDS = [Action(0, Op.FORWARD, m) for m in range(2)]
 RECOMPUTE = Action(0, Op.RECOMPUTE, 0)
 
@@ -20,6 +22,10 @@ RECOMPUTE = Action(0, Op.RECOMPUTE, 0)
 def _on_cpu() -> Iterator[None]:
     with apply(cpu.patches()):
         yield
+
+
+def begin(early: EarlyRecompute, forward: Action) -> None:
+    early.handlers(ITERATION, {Op.FORWARD: lambda _: None})[Op.FORWARD](forward)
 
 
 class Unit(torch.nn.Module):
@@ -41,10 +47,10 @@ def run(early: EarlyRecompute | None, *, ahead: bool) -> tuple[Unit, list[torch.
     unit, inputs = Unit(), [torch.randn(2, 4, requires_grad=True) for _ in range(2)]
     outputs = []
     if early is not None:
-        early.begin_iteration(PROGRAM)
+        early.prepare(ITERATION)
     for forward, x in zip(FORWARDS, inputs, strict=True):
         if early is not None:
-            early.begin_forward(forward)
+            begin(early, forward)
         for _ in range(2):
             if early is None:
                 x, _ = random.checkpoint(unit, False, x, None)
@@ -76,8 +82,8 @@ def test_each_unit_is_recomputed_once():
 @pytest.mark.parametrize("ahead", [True, False])
 def test_the_last_unit_is_recomputed_first_early_or_not(ahead: bool):
     early, order = EarlyRecompute(), []
-    early.begin_iteration(PROGRAM)
-    early.begin_forward(FORWARDS[0])
+    early.prepare(ITERATION)
+    begin(early, FORWARDS[0])
     x = torch.randn(2, 4, requires_grad=True)
     for number in range(2):
 
@@ -95,8 +101,8 @@ def test_the_last_unit_is_recomputed_first_early_or_not(ahead: bool):
 
 def test_a_backward_finds_nothing_left_to_recompute():
     early = EarlyRecompute()
-    early.begin_iteration(PROGRAM)
-    early.begin_forward(FORWARDS[0])
+    early.prepare(ITERATION)
+    begin(early, FORWARDS[0])
     unit, x = Unit(), torch.randn(2, 4, requires_grad=True)
     output, _ = early.checkpoint(random.checkpoint, unit, False, x, None)
     early.compute(RECOMPUTE)
@@ -107,8 +113,8 @@ def test_a_backward_finds_nothing_left_to_recompute():
 
 def test_evaluation_recomputes_nothing():
     early = EarlyRecompute()
-    early.begin_iteration(PROGRAM)
-    early.begin_forward(FORWARDS[0])
+    early.prepare(ITERATION)
+    begin(early, FORWARDS[0])
     unit = Unit()
     with torch.no_grad():
         early.checkpoint(random.checkpoint, unit, False, torch.randn(2, 4), None)

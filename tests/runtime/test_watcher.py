@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.fold3d.runtime import device as fold3d_device
-from megatron.fold3d.runtime.device import Clock
+from megatron.fold3d.runtime.device import call_when_done, mark_now
 from megatron.fold3d.runtime.watcher import Watcher
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ class Collective:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     streams = Streams()
-    monkeypatch.setitem(fold3d_device.KINDS, "cpu", fold3d_device.DeviceKind(True, streams))
+    monkeypatch.setitem(fold3d_device.STREAMS, "cpu", streams)
     return streams
 
 
@@ -69,36 +69,34 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def test_a_mark_has_the_time_at_which_the_device_passed_it(streams: Streams) -> None:
-    clock = Clock(CPU)
-    begin, end = clock.mark(), clock.mark()
+    begin, end = mark_now(CPU), mark_now(CPU)
     first, second = streams.events
     first.is_over = True
     until(lambda: begin._passed_s is not None)  # the thread has seen it, without being asked
-    assert not clock.has_passed(end)
+    assert end.passed_s is None
     time.sleep(0.05)
     second.is_over = True
     until(lambda: end._passed_s is not None)
     time.sleep(0.05)
-    assert 0.05 <= clock.seconds(begin, end) < 20
+    assert 0.05 <= end.after_s(begin) < 20
 
 
 def test_what_has_passed_can_be_read_before_the_thread_has_seen_it(streams: Streams) -> None:
-    clock = Clock(CPU)
-    begin, end = clock.mark(), clock.mark()
+    begin, end = mark_now(CPU), mark_now(CPU)
     for event in streams.events:
         event.is_over = True
-    assert clock.seconds(begin, end) >= 0
+    assert end.after_s(begin) >= 0
 
 
 def test_the_end_of_collectives_is_seen_without_a_callback(streams: Streams) -> None:
-    clock, works, ends = Clock(CPU), [Collective(), Collective()], []
-    assert clock.when_done(works, lambda: ends.append(clock.mark()))
+    works, ends = [Collective(), Collective()], []
+    assert call_when_done(works, lambda: ends.append(mark_now(CPU)), CPU)
     works[0].is_over = True
     time.sleep(0.01)
     assert not ends
     works[1].is_over = True
     until(lambda: bool(ends))
-    assert clock.has_passed(ends[0])
+    assert ends[0].passed_s is not None
     assert not streams.events  # a mark there is the moment itself, and launches nothing
 
 

@@ -25,7 +25,7 @@ from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.plan.schedule_word import Part, Word
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SPLIT_SCHEDULES
 from megatron.fold3d.predict.cost_model.cluster import cluster as named_cluster
-from megatron.fold3d.training.dry_run import RunEstimate
+from megatron.fold3d.training.dry_run import planned
 
 _CLUSTER = """
 num_nodes = {gpus}
@@ -167,8 +167,9 @@ def of_check(job: Job, parser: ArgumentParser, cluster: Path) -> tuple[float, li
     config = read_config(args)
     batch = args.micro_batch_size * args.data_parallel_size
     check_schedule(config, args.global_batch_size // batch)
-    found = RunEstimate.of(args, named_cluster(str(cluster)))
-    return found.iteration_s, list(found.peaks)
+    run, order = planned(args, config, named_cluster(str(cluster)))
+    timeline = run.simulated(order).timeline
+    return timeline.period_s, run.peaks(order, timeline)
 
 
 def of_simulate(words: Sequence[str], cluster: Path) -> tuple[float, list[float]]:

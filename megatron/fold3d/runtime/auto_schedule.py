@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -53,24 +53,13 @@ _MOST_REPEATS = 3  # of an iteration before which due steps were taken, as befor
 _WORTH_TELLING = 0.98  # a prediction, of the run's own
 
 
-class Chooser(Protocol):
-    """Makes predictions; `predict.search.descent.Descent`, not importable from here."""
-
-    @property
-    def first(self) -> Predicted:
-        """The prediction for the first choice."""
-
-    def to_try(self) -> Sequence[Predicted]:
-        """Return the choices worth trying, at most two, the faster one first."""
-
-
 class AutoSchedule(Feature):
     """Measures, and chooses how a run's iterations are computed, summed and stepped.
 
     Args:
         config: the configuration of the run.
         plans: the plans of the run.
-        search: makes the prediction from measured times; see `measured_search`.
+        search: makes a `Descent` of measured times: `measured_search`, not importable from here.
         due: takes the steps that reach into the next iteration, if the run may have any.
         replicated: takes the steps of replicated segments, if the run may have any.
     """
@@ -81,7 +70,7 @@ class AutoSchedule(Feature):
         self,
         config: Fold3DConfig,
         plans: Plans,
-        search: Callable[..., Chooser],
+        search: Callable[..., Any],
         *,
         due: "DueSteps | None" = None,
         replicated: "ReplicatedSegments | None" = None,
@@ -169,21 +158,18 @@ class AutoSchedule(Feature):
 
     def decide(self, times: MeasuredTimes, iteration: Iteration) -> None:
         """Let the first rank predict which choices are worth trying, and broadcast them."""
-        groups = bucket_groups(*iteration.chunks)
-        sizes = [float(group_of(group).size()) for group in groups]
+        sizes = [float(group_of(group).size()) for group in bucket_groups(*iteration.chunks)]
         (replicas,) = slowest([max(sizes, default=1.0)], iteration.device)
         found: list[Any] = [None]
         if dist.get_rank() == 0:
-            layers = [m for m in iteration.chunks[-1].modules() if isinstance(m, TransformerLayer)]
-            shares = started_shares(len(layers), int(replicas))
-            search = partial(self._search, times, shard_shares=shares)
-            found = [self._predicted(search, iteration.plan.num_microbatches, int(replicas))]
+            layers = sum(isinstance(m, TransformerLayer) for m in iteration.chunks[-1].modules())
+            found = [self._predicted(times, layers, iteration.plan.num_microbatches, int(replicas))]
         dist.broadcast_object_list(found, src=0)
         self._trials[self._size] = trial = Trial(found[0], times)
         self._tell(trial)
 
     def _predicted(
-        self, search: Callable[..., Chooser], size: int, num_replicas: int
+        self, times: MeasuredTimes, num_layers: int, size: int, num_replicas: int
     ) -> list[Predicted]:
         """Return the prediction of the first choice, and of those worth trying."""
         config, order, first = self._config, self._plans.order(size), self._config.choice
@@ -193,7 +179,8 @@ class AutoSchedule(Feature):
         if first.fills_gaps:
             order = order.select(COMPUTE_OPS - WEIGHT_OPS)
         search = partial(
-            search,
+            self._search,
+            times,
             first=first,
             order=order,
             frees_order=chooses_all,
@@ -202,6 +189,9 @@ class AutoSchedule(Feature):
             keeps_forwards=config.keeps_forwards,
             parameter_share=config.parameter_share,
             preemptive=config.preemptive_comm,
+            room=times.room_bytes,
+            sizes=times.other_shard_bytes,
+            shard_shares=started_shares(num_layers, num_replicas),
         )
         own = search(features=config.features, free=config.free(num_replicas))
         # What memory has no room for is not tried: a first choice that fills gaps then fills none.

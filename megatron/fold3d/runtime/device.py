@@ -1,6 +1,6 @@
 """The differences between a GPU and a CPU as devices; the only file that uses ``torch.cuda``.
 
-All streams and events come from `streams_of`. Tests add a device of their own to `KINDS`.
+All streams and events come from `streams_of`. Tests put a device of their own into `STREAMS`.
 
 Keeps one invariant: only `synchronize` makes the host wait for the device.
 """
@@ -11,7 +11,6 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,33 +28,25 @@ class Launched(Protocol):
     def is_completed(self) -> bool:
         """Return True if it is over, without waiting for it."""
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceKind:
-    """How devices of one type run the work that is issued to them.
-
-    Attributes:
-        runs_behind: whether a call returns before its work is done, as on a GPU.
-        streams: the module that has ``Stream``, ``Event``, ``current_stream``, ``stream`` and
-            ``synchronize``.
-    """
-
-    runs_behind: bool
-    streams: Any
+    def wait(self) -> object:
+        """Wait for its result, which is then valid on the current stream."""
 
 
-KINDS = {"cpu": DeviceKind(False, torch.cpu), "cuda": DeviceKind(True, torch.cuda)}
-"""By the type of a device."""
+STREAMS: dict[str, Any] = {"cpu": torch.cpu, "cuda": torch.cuda}
+"""The module of streams and events, by the type of a device."""
 
 
 def streams_of(device: torch.device) -> Any:
-    """Return the module that makes a device's streams and events: ``torch.cuda``, ``torch.cpu``."""
-    return KINDS[device.type].streams
+    """Return the module that makes a device's streams and events: ``torch.cuda``, ``torch.cpu``.
+
+    It has ``Stream``, ``Event``, ``current_stream``, ``stream`` and ``synchronize``.
+    """
+    return STREAMS[device.type]
 
 
 def runs_behind(device: torch.device) -> bool:
     """Return whether calls that issue work to the device return before the work is done."""
-    return KINDS[device.type].runs_behind
+    return streams_of(device) is not torch.cpu
 
 
 @functools.cache
@@ -86,62 +77,49 @@ class Mark:
             self.note()
         return self._passed_s
 
-
-class Clock:
-    """Marks moments in the work issued to a device, and measures the time between them.
-
-    On a GPU a mark is passed when the work issued before it on the current stream is done. A
-    `Watcher` sees that within about 0.1 ms; its module says why no event is timed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> Mark:
-        """Record a mark on the current stream; in the watcher's thread, mark this moment."""
-        if not runs_behind(self._device) or watcher_of(self._device).is_current:
-            mark = Mark(lambda: True)
-            mark.note()
-            return mark
-        streams = streams_of(self._device)
-        event = streams.Event()
-        event.record()
-        mark = Mark(event.query)
-        watcher_of(self._device).when(streams.current_stream(), event.query, mark.note)
-        return mark
-
-    def has_passed(self, mark: Mark) -> bool:
-        """Return True if the device has passed a mark."""
-        return mark.passed_s is not None
-
-    def seconds(self, start: Mark, end: Mark) -> float:
-        """Return the seconds between two marks; the device must have passed both."""
+    def after_s(self, start: "Mark") -> float:
+        """Return the seconds from ``start`` to this mark; the device must have passed both."""
         assert start.passed_s is not None
-        assert end.passed_s is not None
-        return end.passed_s - start.passed_s
+        assert self.passed_s is not None
+        return self.passed_s - start.passed_s
 
-    def when_done(self, works: Sequence[Launched], end: Callable[[], None]) -> bool:
-        """Call ``end`` when collectives are done, without waiting for them.
 
-        Return False on a CPU if their works have no futures, such as those of gloo's
-        reduce-scatter.
-        """
-        if not works:
-            return True
-        if runs_behind(self._device):
-            are_over = functools.partial(_are_completed, tuple(works))
-            watcher_of(self._device).when(end, are_over, end)
-            return True
-        try:
-            futures = [work.get_future() for work in works]
-        except (AttributeError, RuntimeError):
-            return False
-        torch.futures.collect_all(futures).add_done_callback(lambda _: end())
+def mark_now(device: torch.device) -> Mark:
+    """Record a mark on the current stream; in the watcher's thread, mark this moment.
+
+    On a GPU it is passed when the work issued before it on the stream is done. A `Watcher` sees
+    that within about 0.1 ms; its module says why no event is timed.
+    """
+    if not runs_behind(device) or watcher_of(device).is_current:
+        mark = Mark(lambda: True)
+        mark.note()
+        return mark
+    streams = streams_of(device)
+    event = streams.Event()
+    event.record()
+    mark = Mark(event.query)
+    watcher_of(device).when(streams.current_stream(), event.query, mark.note)
+    return mark
+
+
+def call_when_done(
+    works: Sequence[Launched], end: Callable[[], None], device: torch.device
+) -> bool:
+    """Call ``end`` when collectives are done, without waiting for them.
+
+    Return False on a CPU if their works have no futures, such as those of gloo's reduce-scatter.
+    """
+    if not works:
         return True
-
-
-def _are_completed(works: Sequence[Launched]) -> bool:
-    return all(work.is_completed() for work in works)
+    if runs_behind(device):
+        watcher_of(device).when(end, lambda: all(work.is_completed() for work in works), end)
+        return True
+    try:
+        futures = [work.get_future() for work in works]
+    except (AttributeError, RuntimeError):
+        return False
+    torch.futures.collect_all(futures).add_done_callback(lambda _: end())
+    return True
 
 
 def make_current(device: torch.device) -> None:
@@ -162,14 +140,6 @@ def on_current_stream(device: torch.device) -> AbstractContextManager[None]:
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all work that was issued to it."""
     streams_of(device).synchronize(device)
-
-
-def pinned_bytes(count: int, device: torch.device) -> torch.Tensor:
-    """Return host memory as ``[count]`` of ``uint8``, page-locked for a GPU; the caller owns it.
-
-    Its content is undefined.
-    """
-    return torch.empty(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def device_name(device: torch.device) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import random
 
-from megatron.fold3d.plan.ir import Action, Op, Program
+from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key
 
@@ -31,29 +31,21 @@ class EarlyRecompute(Feature):
         self._now = _Now()
 
     def prepare(self, iteration: Iteration) -> None:
-        """Note which micro-batches of an iteration have `RECOMPUTE` actions."""
-        self.begin_iteration(iteration.program)
+        """Note which micro-batches of an iteration have `RECOMPUTE` actions; forget all units."""
+        self._planned = recomputed(iteration.program)
+        self._units.clear()
+        self._now.units = None
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handler of RECOMPUTE, and a wrapper that records the units of forwards."""
         run_forward = inner[Op.FORWARD]
 
         def forward(action: Action) -> None:
-            self.begin_forward(action)
+            key = action.stage, action.microbatch
+            self._now.units = self._units.setdefault(key, []) if key in self._planned else None
             run_forward(action)
 
         return {Op.FORWARD: forward, Op.RECOMPUTE: self.compute}
-
-    def begin_iteration(self, program: Program) -> None:
-        """Note which micro-batches of a program have `RECOMPUTE` actions; forget all units."""
-        self._planned = recomputed(program)
-        self._units.clear()
-        self._now.units = None
-
-    def begin_forward(self, action: Action) -> None:
-        """Assign the units that follow to a forward's stage and micro-batch."""
-        key = action.stage, action.microbatch
-        self._now.units = self._units.setdefault(key, []) if key in self._planned else None
 
     def checkpoint(
         self,

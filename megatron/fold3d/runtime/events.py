@@ -3,8 +3,8 @@
 Keeps one invariant: a run without a trace loads no recorder. Its features tell `UNHEARD`.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megatron.fold3d.plan.ir import Action
@@ -12,27 +12,24 @@ from megatron.fold3d.plan.ir import Action
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.device import Launched
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
 
 class Events:
     """The events of this rank; these are dropped, and those of a `Recorder` are kept.
 
     Attributes:
-        is_on: whether the iteration that runs is recorded.
         running: the action of the executor that runs, where its name is of use inside of it.
     """
 
     running: Action | None = None
 
-    @property
-    def is_on(self) -> bool:
-        """True while an iteration is being recorded."""
-        return False
-
-    def span(self, name: object, kind: str) -> AbstractContextManager[None]:
-        """Return a context that records its block, from begin to end on the current stream."""
-        return _NOTHING
+    @contextmanager
+    def span(self, name: object, kind: str) -> Iterator[None]:
+        """Record a block, from begin to end on the current stream."""
+        end = self.open_span(name, kind)
+        try:
+            yield
+        finally:
+            end()
 
     def open_span(self, name: object, kind: str) -> Callable[[], None]:
         """Begin an event on the current stream; call the returned function at its end."""

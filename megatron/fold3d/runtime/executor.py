@@ -11,7 +11,6 @@ The executor looks up each action's op in a table of handlers. Features fill thi
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -109,18 +108,13 @@ class Executor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         """Close the features; an error outside of any action gets a note of the rank's place."""
         ends = ExitStack()
         ends.push(self._explain)
         for feature in self._features:
             ends.push(_closing(feature))
-        ends.__exit__(kind, error, traceback)
+        ends.__exit__(*raised)
 
     def _plan(self, num_microbatches: int, rank: int, *, trains: bool) -> Plan:
         if not trains:

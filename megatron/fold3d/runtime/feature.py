@@ -18,7 +18,7 @@ Keeps one invariant: a feature may change when something happens, never what is 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,3 +143,13 @@ def note_place(error: BaseException, rank: int, place: object) -> None:
     """Add the pipeline rank's place, such as an action, to an error that has no such note yet."""
     if not any(note.startswith(_WAS_AT) for note in getattr(error, "__notes__", ())):
         error.add_note(f"{_WAS_AT} {rank} was at {place}")
+
+
+def within(context: Callable[[Action], AbstractContextManager[object]], run: Handler) -> Handler:
+    """Return a handler that runs another one in a context, which is made of the action."""
+
+    def handler(action: Action) -> None:
+        with context(action):
+            run(action)
+
+    return handler

@@ -25,7 +25,7 @@ from megatron.fold3d.policy.recompute_choice import (
     peak_if_all_recomputed,
 )
 from megatron.fold3d.runtime.device import free_device_bytes, held_device_bytes, peak_device_bytes
-from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
+from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration, within
 from megatron.fold3d.runtime.measure.run_recorder import RunRecorder
 from megatron.fold3d.runtime.measure.saved_bytes import SavedBytes
 from megatron.fold3d.runtime.measure.timing import gathered
@@ -92,15 +92,7 @@ class MeasuredCounts(Feature):
         if held_device_bytes(iteration.device) is not None:
             return {}
         meter = self._meter = SavedBytes(iteration.chunks)
-
-        def metered(run: Handler) -> Handler:
-            def handler(action: Action) -> None:
-                with meter.hooks():
-                    run(action)
-
-            return handler
-
-        return {op: metered(inner[op]) for op in COMPUTE_OPS}
+        return {op: within(lambda _: meter.hooks(), inner[op]) for op in COMPUTE_OPS}
 
     def _layers(self, stage: int) -> int:
         return sum(len(block.layers) for block in self._blocks[stage])

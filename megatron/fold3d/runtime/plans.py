@@ -4,7 +4,7 @@ That number changes within a run: batch size ramp-up changes it between iteratio
 evaluation may have its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
@@ -34,14 +34,12 @@ class Plans:
         self.fixes_offload = False
         self.carries = True
         self._config = config
-        self._made: dict[tuple[int, str, OffloadChoice | None, bool], Plan] = {}
-        self._chosen: dict[int, Predicted] = {}
+        self._made: dict[tuple[int, OffloadChoice | None, bool, bool], Plan] = {}
+        self._chosen: dict[int, Predicted | None] = {}
 
     def choose(self, num_microbatches: int, chosen: "Predicted | None") -> None:
         """Set the choice for iterations of this size; None goes back to the configuration."""
-        self._chosen.pop(num_microbatches, None)
-        if chosen is not None:
-            self._chosen[num_microbatches] = chosen
+        self._chosen[num_microbatches] = chosen
         self._made.clear()
 
     def chosen(self, num_microbatches: int) -> "Predicted | None":
@@ -67,7 +65,22 @@ class Plans:
         Raises:
             PlanError: as `training`.
         """
-        return self._training_order(num_microbatches)
+        config = self._config
+        if config.plan_file is not None:
+            from megatron.fold3d.runtime.plan_from_file import read_order
+
+            order = read_order(config, config.plan_file, num_microbatches)
+            self.fixes_offload = order.has(*COPY_OPS)
+            return order if self.carries else order.select(frozenset(Op) - SYNC_OPS - UPDATE_OPS)
+        if (chosen := self.chosen(num_microbatches)) is not None:
+            return chosen.order
+        order = order_of(config.choice, config.num_ranks, num_microbatches)
+        if not config.choice.fills_gaps:
+            return order
+
+        from megatron.fold3d.plan.passes.place_weight_grads import place_as_if_equal
+
+        return place_as_if_equal(order, config.choice.held)  # until times are measured
 
     def training(self, num_microbatches: int, offloaded: "OffloadChoice | None" = None) -> Plan:
         """Return the plan of a training iteration.
@@ -79,7 +92,7 @@ class Plans:
         Raises:
             PlanError: no plan of this size can run, or the user's plan has another size.
         """
-        self.latest = self._get(num_microbatches, self._training_order, offloaded)
+        self.latest = self._get(num_microbatches, offloaded)
         return self.latest
 
     def evaluation(self, num_microbatches: int) -> Plan:
@@ -89,18 +102,15 @@ class Plans:
         passes all segments before the next group, so rank 0 buffers as few of the last rank's
         outputs as possible.
         """
-        return self._get(num_microbatches, self._evaluation_order)
+        return self._get(num_microbatches, trains=False)
 
     def _get(
-        self,
-        num_microbatches: int,
-        make: Callable[[int], Plan],
-        offloaded: "OffloadChoice | None" = None,
+        self, size: int, offloaded: "OffloadChoice | None" = None, *, trains: bool = True
     ) -> Plan:
-        key = num_microbatches, make.__name__, offloaded, self.carries
+        key = size, offloaded, self.carries, trains
         if key not in self._made:
             try:
-                plan = self._lowered(make(num_microbatches), offloaded)
+                plan = self._training(size, offloaded) if trains else self._evaluation(size)
                 verify(plan)
             except PlanError as error:
                 raise PlanError(f"{self.name}: {error}") from None
@@ -112,11 +122,8 @@ class Plans:
         choice = self._config.choice if chosen is None else chosen.choice
         return choice if self.carries else choice.in_iteration()
 
-    def _lowered(self, order: Plan, offloaded: "OffloadChoice | None") -> Plan:
-        """Return the plan of an order; one without backwards needs transfers only."""
-        config = self._config
-        if not order.has(Op.BACKWARD):
-            return lower(order, features=config.features.forwards)
+    def _training(self, num_microbatches: int, offloaded: "OffloadChoice | None") -> Plan:
+        config, order = self._config, self.order(num_microbatches)
         if config.offload_activations != "off" and offloaded is None:
             from megatron.fold3d.plan.passes.offload import OffloadChoice
 
@@ -142,24 +149,7 @@ class Plans:
         size, m = config.parameter_share, order.num_microbatches
         return {s: forwards_before_gather(1 - share, size, m) for s, share in enumerate(shares)}
 
-    def _training_order(self, num_microbatches: int) -> Plan:
-        config = self._config
-        if config.plan_file is not None:
-            from megatron.fold3d.runtime.plan_from_file import read_order
-
-            order = read_order(config, config.plan_file, num_microbatches)
-            self.fixes_offload = order.has(*COPY_OPS)
-            return order if self.carries else order.select(frozenset(Op) - SYNC_OPS - UPDATE_OPS)
-        if (chosen := self.chosen(num_microbatches)) is not None:
-            return chosen.order
-        order = order_of(config.choice, config.num_ranks, num_microbatches)
-        if not config.choice.fills_gaps:
-            return order
-
-        from megatron.fold3d.plan.passes.place_weight_grads import place_as_if_equal
-
-        return place_as_if_equal(order, config.choice.held)  # until times are measured
-
-    def _evaluation_order(self, num_microbatches: int) -> Plan:
+    def _evaluation(self, num_microbatches: int) -> Plan:
         choice = Choice.plain("interleaved", self._config.num_segments)
-        return forward_only(order_of(choice, self._config.num_ranks, num_microbatches))
+        order = forward_only(order_of(choice, self._config.num_ranks, num_microbatches))
+        return lower(order, features=self._config.features.forwards)

@@ -34,16 +34,13 @@ class RecomputeCounts(Feature):
         self._is_set = True
         for stage, blocks in blocks_of(iteration).items():
             for block in blocks:
-                self._set(block, stage)
-
-    def _set(self, block: TransformerBlock, stage: int) -> None:
-        count, layers = self._counts[stage], len(block.layers)
-        if count > layers:
-            raise ValueError(
-                f"--recompute-layers: {count} layers of stage {stage} are to be recomputed, and it "
-                f"has {layers}; give at most as many"
-            )
-        recompute_first(block, count)
+                count, layers = self._counts[stage], len(block.layers)
+                if count > layers:
+                    raise ValueError(
+                        f"--recompute-layers: {count} layers of stage {stage} are to be "
+                        f"recomputed, and it has {layers}; give at most as many"
+                    )
+                recompute_first(block, count)
 
 
 def blocks_of(iteration: Iteration) -> dict[int, list[TransformerBlock]]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,50 +44,16 @@ PATIENCE_S = 600.0
 _PLAIN = (str, int, float, bool)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentChoice:
-    """The chosen number of segments: what the paper's rule and the simulator say.
-
-    Attributes:
-        rule: the paper's, if it has one: it knows equally many layers only.
-        simulation: the simulator's.
-    """
-
-    rule: Segments | None
-    simulation: Segments
-
-    @property
-    def num_segments(self) -> int:
-        """The simulator's: it knows the schedule, and what else is on the links."""
-        return self.simulation.num_segments
-
-    @property
-    def layers(self) -> Layers:
-        """The number of layers of each stage, where the numbers differ."""
-        return self.simulation.layers
-
-    @property
-    def flags(self) -> list[str]:
-        """The flags that a user would give for this choice."""
-        flags = ["--segments", str(self.num_segments)]
-        if self.layers:
-            flags += ["--pipeline-model-parallel-layout", layout_of(self.layers)]
-        return flags
-
-    def __str__(self) -> str:
-        chosen = f"{shlex.join(self.flags)}; {self.simulation.reason}"
-        if self.rule is None:
-            return chosen
-        return f"{chosen}; the paper's rule says {self.rule.num_segments}: {self.rule.reason}"
-
-
 def choose(
     args: Namespace,
     measured: HardwareProfile,
     num_microbatches: int,
     fits: Callable[[Timeline, Layers, Layers], bool] | None = None,
-) -> SegmentChoice:
+) -> Segments:
     """Return the number of segments, and the layers of stages, expected to train fastest.
+
+    It is the simulator's choice: it knows the schedule, and what else is on the links. The reason
+    tells the paper's too, if its rule has one: it knows equally many layers only.
 
     Args:
         args: Megatron's namespace, as parsed.
@@ -120,16 +86,25 @@ def choose(
     else:
         others = range(1, min(MOST_SEGMENTS, layers // num_ranks) + 1)
         found = with_layers({*options, *others}, layers, measured.costs, pipeline, fits)
-    rule = None
-    if options:
-        rule = by_rule(
-            options,
-            compute_s=num_microbatches * rank_layers * layer_s,
-            message_s=measured.message_s,
-            grad_sync_s=measured.grad_sync_s(rank_layers * measured.layer_gradient_bytes),
-            num_microbatches=num_microbatches,
-        )
-    return SegmentChoice(rule=rule, simulation=found)
+    if not options:
+        return found
+    rule = by_rule(
+        options,
+        compute_s=num_microbatches * rank_layers * layer_s,
+        message_s=measured.message_s,
+        grad_sync_s=measured.grad_sync_s(rank_layers * measured.layer_gradient_bytes),
+        num_microbatches=num_microbatches,
+    )
+    more = f"; the paper's rule says {rule.num_segments}: {rule.reason}"
+    return replace(found, reason=found.reason + more)
+
+
+def flags_of(chosen: Segments) -> list[str]:
+    """Return the flags that a user would give for a choice."""
+    flags = ["--segments", str(chosen.num_segments)]
+    if chosen.layers:
+        flags += ["--pipeline-model-parallel-layout", layout_of(chosen.layers)]
+    return flags
 
 
 def choose_segments(
@@ -167,8 +142,9 @@ def choose_segments(
     room = None if evenly else room_for_layers(args)
     choice = choose(args, measured, job_sizes.num_microbatches(args), room)
     _write_costs(args, measured, choice, kept.path)
-    store.set("segments", " ".join(choice.flags))
-    return choice.flags, f"{choice}; {source}"
+    flags = flags_of(choice)
+    store.set("segments", " ".join(flags))
+    return flags, f"{shlex.join(flags)}; {choice.reason}; {source}"
 
 
 def measure(argv: Sequence[str], defaults: Mapping[str, Any]) -> str:
@@ -210,9 +186,7 @@ def measure(argv: Sequence[str], defaults: Mapping[str, Any]) -> str:
         return found.read_text(encoding="utf-8") if found.is_file() else ""
 
 
-def _write_costs(
-    args: Namespace, measured: HardwareProfile, choice: SegmentChoice, path: Path
-) -> None:
+def _write_costs(args: Namespace, measured: HardwareProfile, choice: Segments, path: Path) -> None:
     """Leave a file for ``fold3d simulate --costs``."""
     num_ranks: int = args.pipeline_model_parallel_size
     stages = num_ranks * choice.num_segments

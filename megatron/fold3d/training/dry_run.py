@@ -6,8 +6,8 @@ an estimate is not possible, the check still succeeds; it fails if the model exc
 
 import os
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatron.fold3d.commands.auto_tries import lines as lines_of_auto
 from megatron.fold3d.commands.auto_tries import tries
@@ -17,17 +17,19 @@ from megatron.fold3d.commands.job import left_out, run_of, usable_bytes
 from megatron.fold3d.commands.megatron_flags import shape_of
 from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.config.bucket_flags import has_one_queue
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import has_many_queues
 from megatron.fold3d.config.job_sizes import ranks_of_model
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.observe.exposure import exposure, mean
+from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedule_word import AUTO
-from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
+from megatron.fold3d.predict.search.settled import PredictedRun
 
 _GIB = 2**30
 
@@ -76,93 +78,77 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
         yield "plan: stock Megatron's schedule"
     else:
         shape = in_words(plan.num_ranks, plan.num_segments, plan.num_microbatches)
-        order = word_of(args).order
-        begins = " begins in stock's order" if order == AUTO else ""
-        yield f"plan: {file_of(order) or order}{begins}, {shape}, verified"
+        named = word_of(args).order
+        begins = " begins in stock's order" if named == AUTO else ""
+        yield f"plan: {file_of(named) or named}{begins}, {shape}, verified"
     known = cluster(args.check) if args.check else None
+    config = read_config(args)
     try:
-        expected = RunEstimate.of(args, known)
+        run, order = planned(args, config, known)
+        found = run.simulated(order)
+        timeline, peaks = found.timeline, run.peaks(found)
+        of_auto = tries(run, config) if known and config.choice.order == AUTO else ()
     except ValueError as error:  # of the planner; the run does not ask it
         yield f"no estimate of memory and time: {error}"
         return
-    yield from expected.lines(known)
+    of_ranks = " ".join(f"{peak / _GIB:.1f}" for peak in peaks)
+    yield f"memory: {of_ranks} GiB per pipeline rank, estimated"
+    if known is None:
+        yield "no prediction of time; --check CLUSTER, such as a100x128-200g, adds one"
+    else:
+        yield from _on_cluster(known, peaks, timeline)
+    if of_auto:
+        stock, *tried = of_auto
+        yield "--schedule auto measures, and is then predicted to try:"
+        yield from (f"  {line}" for line in lines_of_auto(stock, tried))
+    if notes := [*_left_out(args, known)]:
+        yield f"not in these estimates: {', '.join(notes)}"
 
 
-@dataclass(frozen=True, slots=True)
-class RunEstimate:
-    """The planner's estimate of a run."""
+def planned(
+    args: Namespace, config: Fold3DConfig, known: Cluster | None
+) -> tuple[PredictedRun, Plan]:
+    """Return the planner's view of a run, and its order of computation.
 
-    iteration_s: float
-    peaks: tuple[float, ...]
-    exposed: str
-    notes: tuple[str, ...]
-    auto: tuple[Predicted, ...] = ()
-    """With --schedule auto: stock's order, and what it would try."""
+    Args:
+        args: Megatron's namespace, validated.
+        config: read from it.
+        known: the cluster, if one is named.
 
-    @classmethod
-    def of(cls, args: Namespace, known: Cluster | None) -> "RunEstimate":
-        """Return the estimate of Megatron's validated namespace.
+    Raises:
+        ValueError: the planner does not model it.
+    """
+    if args.use_torch_fsdp2 or args.use_megatron_fsdp:
+        raise ValueError("the planner does not model FSDP, whose replicas share all states")
+    shape, hardware = shape_of(args), known
+    if hardware is None:  # memory does not depend on them
+        hardware = replace(NODES["a100"], num_nodes=args.world_size, gpus_per_node=1)
+    costs = on_cluster(shape, hardware)
+    if has_many_queues():
+        costs = _with_many_queues(costs)
+    limit = None if known is None else usable_bytes(hardware)
+    return run_of(args, config, costs, shape, limit).settled()
 
-        Args:
-            args: the namespace.
-            known: the cluster, if one is named.
 
-        Raises:
-            ValueError: the planner does not model it.
-        """
-        if args.use_torch_fsdp2 or args.use_megatron_fsdp:
-            raise ValueError("the planner does not model FSDP, whose replicas share all states")
-        config = read_config(args)
-        shape, hardware = shape_of(args), known
-        if hardware is None:  # memory does not depend on them
-            hardware = replace(NODES["a100"], num_nodes=args.world_size, gpus_per_node=1)
-        costs = on_cluster(shape, hardware)
-        if has_many_queues():
-            costs = _with_many_queues(costs)
-        limit = None if known is None else usable_bytes(hardware)
-        run, order = run_of(args, config, costs, shape, limit).settled()
-        found = run.simulated(order)
-        timeline = found.timeline
-        row = mean(exposure(timeline))
-        parts = {"bubble": row.bubble_s, "DP.sync": row.grad_sync_s, "PP.sync": row.p2p_s}
-        return cls(
-            timeline.period_s,
-            tuple(run.peaks(found)),
-            ", ".join(f"{name} {row.share(seconds):.0%}" for name, seconds in parts.items()),
-            tuple(_left_out(args, known)),
-            tries(run, config) if known and config.choice.order == AUTO else (),
+def _on_cluster(known: Cluster, peaks: Sequence[float], timeline: Timeline) -> Iterator[str]:
+    """Yield what a run takes of a cluster's memory and time.
+
+    Raises:
+        ValueError: it is more than the GPUs have.
+    """
+    most, limit = max(peaks), known.gpu_memory_bytes
+    if most > limit:
+        raise ValueError(
+            f"--check {known.name}: pipeline rank {peaks.index(most)} would hold "
+            f"{most / _GIB:.1f} GiB, and a GPU has {limit / _GIB:.0f}; `fold3d search` "
+            "finds sizes that fit"
         )
-
-    def lines(self, known: Cluster | None) -> Iterator[str]:
-        """Yield the estimate in words.
-
-        Raises:
-            ValueError: it is more than the GPUs have.
-        """
-        most = max(self.peaks)
-        peaks = " ".join(f"{peak / _GIB:.1f}" for peak in self.peaks)
-        yield f"memory: {peaks} GiB per pipeline rank, estimated"
-        if known is None:
-            yield "no prediction of time; --check CLUSTER, such as a100x128-200g, adds one"
-        else:
-            limit = known.gpu_memory_bytes
-            if most > limit:
-                raise ValueError(
-                    f"--check {known.name}: pipeline rank {self.peaks.index(most)} would hold "
-                    f"{most / _GIB:.1f} GiB, and a GPU has {limit / _GIB:.0f}; `fold3d search` "
-                    "finds sizes that fit"
-                )
-            if most > USABLE_MEMORY * limit:
-                yield (
-                    f"  little is left of {limit / _GIB:.0f} GiB for CUDA, NCCL and the allocator"
-                )
-            yield f"iteration: {self.iteration_s:.3f} s on {known.name}, predicted: {self.exposed}"
-        if self.auto:
-            stock, *tried = self.auto
-            yield "--schedule auto measures, and is then predicted to try:"
-            yield from (f"  {line}" for line in lines_of_auto(stock, tried))
-        if self.notes:
-            yield f"not in these estimates: {', '.join(self.notes)}"
+    if most > USABLE_MEMORY * limit:
+        yield f"  little is left of {limit / _GIB:.0f} GiB for CUDA, NCCL and the allocator"
+    row = mean(exposure(timeline))
+    parts = {"bubble": row.bubble_s, "DP.sync": row.grad_sync_s, "PP.sync": row.p2p_s}
+    exposed = ", ".join(f"{name} {row.share(seconds):.0%}" for name, seconds in parts.items())
+    yield f"iteration: {timeline.period_s:.3f} s on {known.name}, predicted: {exposed}"
 
 
 def _left_out(args: Namespace, known: Cluster | None) -> Iterator[str]:

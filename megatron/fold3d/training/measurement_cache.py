@@ -25,14 +25,8 @@ SHAPE = (
     *("seq_length", "micro_batch_size", "vocab_size", "swiglu", "normalization", "num_experts"),
     *("position_embedding_type", "attention_dropout", "hidden_dropout", "multi_latent_attention"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-    *(
-        "expert_model_parallel_size",
-        "use_tp_pp_dp_mapping",
-        "sequence_parallel",
-        "bf16",
-        "fp16",
-        "fp8",
-    ),
+    *("expert_model_parallel_size", "use_tp_pp_dp_mapping", "sequence_parallel"),
+    *("bf16", "fp16", "fp8"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
     *("transformer_impl", "attention_backend", "distributed_backend", "device"),
 )

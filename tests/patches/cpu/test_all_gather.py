@@ -27,7 +27,7 @@ def _gather_two() -> list[list[float]]:
             for whole, part in zip(wholes, parts, strict=True):
                 dist.all_gather_into_tensor(whole, part)
         gathering.wait()
-        assert all(work.is_completed() for work in gathering.works)
+        assert all(one.is_completed() for works in gathering.works for one in works.works)
         return [whole.tolist() for whole in wholes]
 
 

@@ -13,6 +13,7 @@ from megatron.fold3d.runtime.grad_sync.pieces import Piece, split_after
 from megatron.fold3d.runtime.grad_sync.stage_gradients import (
     StageGradients,
     in_iteration_offsets,
+    of_shards,
     outside,
     ranges_of,
     slices,
@@ -42,15 +43,15 @@ def numbers(parts: Any) -> list[list[int]]:
 
 
 def test_a_slice_holds_no_more_than_its_bytes(bucket: Any):
-    assert numbers(slices(bucket, (), 16)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert numbers(slices(bucket, (), 1000)) == [list(range(10))]
+    assert numbers(slices(bucket, (), 16, 0, 10)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert numbers(slices(bucket, (), 1000, 0, 10)) == [list(range(10))]
 
 
 def test_parameters_reduced_in_the_iteration_are_in_no_slice(bucket: Any):
     assert ranges_of(bucket, {B}) == [(2, 5)]
-    assert numbers(slices(bucket, {B}, 16)) == [[0, 1], [5, 6, 7, 8], [9]]
-    assert numbers(slices(bucket, {A, C}, 16)) == [[2, 3, 4]]
-    assert numbers(slices(bucket, {A, B, C}, 16)) == []
+    assert numbers(slices(bucket, {B}, 16, 0, 10)) == [[0, 1], [5, 6, 7, 8], [9]]
+    assert numbers(slices(bucket, {A, C}, 16, 0, 10)) == [[2, 3, 4]]
+    assert numbers(slices(bucket, {A, B, C}, 16, 0, 10)) == []
 
 
 def test_slices_of_a_part_begin_and_end_with_it(bucket: Any):
@@ -94,7 +95,7 @@ def test_each_gradient_is_scaled_and_handed_over_once(bucket: Any):
 
 
 def test_a_slice_is_a_view_of_the_bucket(bucket: Any):
-    for part in slices(bucket, {B}, 16):
+    for part in slices(bucket, {B}, 16, 0, 10):
         part.zero_()
     assert bucket.grad_data.int().tolist() == [0, 0, 2, 3, 4, 0, 0, 0, 0, 0]
 
@@ -111,7 +112,7 @@ def test_a_slice_is_a_view_of_the_bucket(bucket: Any):
 def test_a_part_is_exact_to_the_element(
     bucket: Any, left: int, first: list[list[int]], rest: list[list[int]]
 ):
-    whole = [Piece(((data,),), None, None) for data in slices(bucket, (), 16)]
+    whole = [Piece(((data,),), None, None) for data in slices(bucket, (), 16, 0, 10)]
     found = [
         numbers(view for part in parts for view in part.views) for parts in split_after(whole, left)
     ]
@@ -120,7 +121,11 @@ def test_a_part_is_exact_to_the_element(
 
 def sharded(data: torch.Tensor, begin: int, end: int) -> Piece:
     group: Any = SimpleNamespace(size=lambda: 2)
-    return Piece.of_shards(data, begin, end, None, group)
+    config = SimpleNamespace(
+        average_in_collective=False, reduce_scatter_with_fp32_accumulation=False
+    )
+    bucket = SimpleNamespace(grad_data=data)
+    return of_shards(SimpleNamespace(ddp_config=config), bucket, begin, end, group)
 
 
 def test_what_is_reduced_in_the_iteration_of_one_shard_is_so_of_all(bucket: Any):

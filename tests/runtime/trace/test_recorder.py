@@ -88,7 +88,7 @@ def test_an_iteration_that_is_not_wanted_costs_no_mark():
     record, _ = recorder()
     with record.iteration(1):
         assert not record.is_on
-        assert record.span("0F0", "compute") is record.span("0B0", "compute")
+        assert record.open_span("0F0", "compute") is record.open_span("0B0", "compute")
 
 
 def test_counts_are_of_the_iteration_that_they_happened_in():

@@ -80,7 +80,7 @@ def test_a_pool_without_a_free_slot_waits_for_a_copy_and_does_not_grow():
     link = HostLink({}, {}, torch.device("cpu"), timedelta(seconds=1), num_ranks=2)
     link.pool.reserve({512: 1})
     slot = link._stage((128,), torch.float32).slot
-    link._copying.append((link._copies.now(), slot))
+    link._copying.append((link._copies.now(), None, slot))
     assert link._stage((128,), torch.float32).slot is slot
     assert link.pool.num_growths == 1
 

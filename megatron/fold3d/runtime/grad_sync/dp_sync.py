@@ -11,10 +11,7 @@ inside the segment's last backward, by an explicit start after it, or in parts.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, carried, hooked
 from megatron.fold3d.plan.ops import SUM_OPS
@@ -46,17 +43,16 @@ class DPSync(Feature):
         self._side = side or (lambda: 0)
         self._in_parts: Sums | None = None
         self._chunks: Sequence[Any] = ()
-        self._quiet: Sequence[ExitStack] = ()
-        self._no_sync: Sequence[Callable[..., Any]] | None = None
+        self._overlaps = False
 
     def prepare(self, iteration: Iteration) -> None:
         """Disable DDP's hooks until a segment's sum, or until the iteration ends."""
-        config, self._chunks = iteration.config, iteration.chunks
-        self._quiet = [iteration.ends.enter_context(ExitStack()) for _ in self._chunks]
+        self._chunks = iteration.chunks
         # Megatron sets no_sync_func with --overlap-grad-reduce; without it nothing can start early.
-        self._no_sync = _per_chunk(config.no_sync_func, self._chunks)
+        self._overlaps = iteration.config.no_sync_func is not None
         for segment in range(len(self._chunks)):
-            self._hush(segment)
+            self._enable_hooks(segment, False)
+            iteration.ends.callback(self._enable_hooks, segment, True)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handlers of DP.sync; `BACKWARD` enables hooks that may start a sum.
@@ -65,21 +61,17 @@ class DPSync(Feature):
         """
         program, late = iteration.program, carried(iteration.program)
         cut = {a.stage for a in program if a.op in SUM_OPS and a.microbatch is not None}
-        in_parts = cut - late.keys() if self._no_sync is not None else set()
+        in_parts = cut - late.keys() if self._overlaps else set()
         last = {a.stage: a for a in program if a.op is Op.BACKWARD}
         by_hooks = hooked(program)
 
         def backward(action: Action) -> None:
-            groups: Sequence[Any] = ()
-            if action == last[action.stage] and action.stage in by_hooks:
-                segment = iteration.segment(action)
-                self._quiet[segment].close()
-                groups = [*bucket_groups(self._chunks[segment])]
-            for bucket_group in groups:
-                bucket_group.is_last_microbatch = _IsOn(self._side)
+            is_hooked = action == last[action.stage] and action.stage in by_hooks
+            if is_hooked:
+                self._enable_hooks(iteration.segment(action), _IsOn(self._side))
             inner[Op.BACKWARD](action)
-            for bucket_group in groups:
-                bucket_group.is_last_microbatch = True
+            if is_hooked:
+                self._enable_hooks(iteration.segment(action), True)
 
         def reduce(action: Action) -> None:
             segment = iteration.segment(action)
@@ -92,12 +84,10 @@ class DPSync(Feature):
                 self.start_reduction(segment)
 
         def step(action: Action) -> None:
-            segment = iteration.segment(action)
             if action.stage not in late:
-                self.wait(segment)
-                return
-            self._quiet[segment].close()
-            self._hush(segment)  # zeroing the gradients resets DDP's state and re-enables its hooks
+                self.wait(iteration.segment(action))
+            else:  # zeroing the gradients has reset DDP's state and enabled its hooks
+                self._enable_hooks(iteration.segment(action), False)
 
         def gather(action: Action) -> None:
             # Megatron leaves it unset where parameters are not sharded or hooks gather them.
@@ -134,15 +124,14 @@ class DPSync(Feature):
 
     def complete(self, segment: int) -> None:
         """Note that a segment's gradients are complete; DDP's hooks may run again."""
-        self._quiet[segment].close()
-        if self._no_sync is not None:
-            for bucket_group in bucket_groups(self._chunks[segment]):
-                _forget_partial_counts(bucket_group)
+        self._enable_hooks(segment, True)
+        for bucket_group in bucket_groups(self._chunks[segment]):
+            _forget_partial_counts(bucket_group)
 
     def start_reduction(self, segment: int) -> None:
         """Start the bucket groups that hooks did not start; in iteration 1 hooks only count."""
         chunk = self._chunks[segment]
-        if self._no_sync is not None:
+        if self._overlaps:
             for bucket_group in bucket_groups(chunk):
                 if not (
                     bucket_group.grad_reduce_finished  # in parts
@@ -156,7 +145,7 @@ class DPSync(Feature):
         chunk = self._chunks[segment]
         if self._in_parts is not None:
             self._in_parts.wait(chunk)
-        if self._no_sync is not None:
+        if self._overlaps:
             chunk.finish_grad_sync(force_all_reduce=chunk.force_all_reduce)
 
     def _sums_in_parts(self, iteration: Iteration) -> "Sums":
@@ -167,9 +156,9 @@ class DPSync(Feature):
         self._in_parts.name_after(iteration)
         return self._in_parts
 
-    def _hush(self, segment: int) -> None:
-        if self._no_sync is not None:
-            self._quiet[segment].enter_context(self._no_sync[segment]())
+    def _enable_hooks(self, segment: int, are_on: "bool | _IsOn") -> None:
+        for bucket_group in bucket_groups(self._chunks[segment]):
+            bucket_group.is_last_microbatch = are_on
 
 
 class _IsOn:
@@ -215,12 +204,3 @@ def _forget_partial_counts(bucket_group: Any) -> None:
     counts = bucket_group.per_param_grad_ready_counts
     if bucket_group.is_first_batch and len(counts) < len(bucket_group.params):
         counts.clear()
-
-
-def _per_chunk(
-    function: Any, chunks: Sequence[torch.nn.Module]
-) -> Sequence[Callable[..., Any]] | None:
-    """Return one function per chunk, or None; Megatron keeps a bare one for a single chunk."""
-    if function is None or isinstance(function, list):
-        return function
-    return [function] * len(chunks)

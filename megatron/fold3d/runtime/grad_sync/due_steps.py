@@ -44,9 +44,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op, Plan, carried
 from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.runtime.events import UNHEARD, Events
@@ -60,7 +60,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
 from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import reduced_in_iteration
-from megatron.fold3d.runtime.grad_sync.sums import Sums
+from megatron.fold3d.runtime.grad_sync.sums import UNCUT, Sums
 from megatron.fold3d.runtime.plans import Plans
 
 if TYPE_CHECKING:
@@ -81,16 +81,14 @@ class DueSteps(Feature):
     """What one rank's model chunks reduce, and when they are stepped, over all iterations.
 
     A chunk's step becomes *due* when Megatron asks for the optimizer step. Megatron may run an
-    iteration again, which it decides before that; its reductions are then dropped.
+    iteration again, which it decides before that; its reductions are then dropped. Where steps may
+    be clipped or skipped, one is deferred only if a bound on the gradient norm rules both out.
 
     Args:
+        config: the configuration of the run.
         plans: the plans of the run.
-        slice_bytes: the largest slice that is reduced at once. More urgent communication waits
-            for the slice in flight.
-        bounded: whether steps may be clipped or skipped. A step is then deferred only if a bound
-            on the gradient norm rules both out.
-        timeout: the timeout of a reduction.
-        communicator: starts the slices; without one they start at once.
+        communicator: starts the slices, so that what is more urgent waits for the slice in flight
+            alone; without one they start at once.
         recorder: hears when a part of a sum begins and ends.
 
     Attributes:
@@ -102,20 +100,15 @@ class DueSteps(Feature):
 
     def __init__(
         self,
+        config: Fold3DConfig,
         plans: Plans,
-        *,
-        slice_bytes: int,
-        bounded: bool,
-        timeout: timedelta,
         communicator: "PreemptiveCommunicator | None" = None,
         recorder: Events = UNHEARD,
     ) -> None:
         self.sums = Sums(recorder)  # of no chunk yet
-        self.is_free = not bounded  # a young model's gradients are large: expect to wait
-        self._plans, self._bounded = plans, bounded
-        self._slice_bytes = slice_bytes
-        self._timeout, self._communicator = timeout, communicator
-        self._recorder = recorder
+        self.is_free = not config.clips_or_scales  # a young model's gradients are large
+        self._config, self._plans = config, plans
+        self._communicator, self._recorder = communicator, recorder
 
         # Known with the first iteration.
         self._chunks: Sequence[Any] = ()
@@ -160,7 +153,7 @@ class DueSteps(Feature):
             return
         self._in_iteration = True
         if not self._chunks:
-            self._connect(iteration.chunks, iteration.groups)
+            self._connect(iteration)
         if self._norm_bound is not None:
             self._norm_bound.clear()
         self.sums.name_after(iteration)
@@ -354,19 +347,20 @@ class DueSteps(Feature):
             self._needed = min(2 * self._needed, _MOST_NEEDED)
         self.is_free = self._num_calm >= self._needed
 
-    def _connect(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
+    def _connect(self, iteration: Iteration) -> None:
         """Make the process groups."""
+        chunks: Sequence[Any] = iteration.chunks
         self._is_sharded = any(map(is_sharded, bucket_groups(*chunks)))
         self._gathers_later = bool(chunks[0].ddp_config.overlap_param_gather)
-        self._reduced_in_iteration = reduced_in_iteration(chunks, groups)
-        device = next(chunks[0].parameters()).device
-        ours = connect(map(group_of, bucket_groups(*chunks)), device, self._timeout)
+        self._reduced_in_iteration = reduced_in_iteration(chunks, iteration.groups)
+        timeout = timedelta(minutes=self._config.distributed_timeout_minutes)
+        ours = connect(map(group_of, bucket_groups(*chunks)), iteration.device, timeout)
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
-        kept = self._reduced_in_iteration
-        self.sums = Sums(self._recorder, chunks, kept, self._slice_bytes, ours)
-        if self._bounded:
-            self._norm_bound = NormBound(chunks, device, self._timeout)
+        slice_bytes = UNCUT if self._config.choice.slices else self._config.slice_bytes
+        self.sums = Sums(self._recorder, chunks, self._reduced_in_iteration, slice_bytes, ours)
+        if self._config.clips_or_scales:
+            self._norm_bound = NormBound(chunks, iteration.device, timeout)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._chunks = chunks
 

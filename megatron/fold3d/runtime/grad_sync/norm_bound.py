@@ -75,12 +75,7 @@ class NormBound:
     rank adds the square of the norm of the gradients that it counts.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Any],
-        device: torch.device,
-        timeout: timedelta,
-    ) -> None:
+    def __init__(self, chunks: Sequence[Any], device: torch.device, timeout: timedelta) -> None:
         groups = everyones_groups({ranks_of(group_of(b)) for b in bucket_groups(*chunks)})
         self._reduced_slot = len(chunks)  # follows those of the segments
         num_slots = len(chunks) + 1

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,6 @@ from megatron.core.distributed.reduce_scatter_with_fp32_accumulation import (
 )
 
 from megatron.fold3d.runtime.device import Launched
-
-
-class Transfer(Launched, Protocol):
-    """Communication that has been started, such as a `dist.Work`."""
-
-    def wait(self) -> object:
-        """Wait for its result, which is then valid on the current stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +41,6 @@ class Piece:
     bucket: torch.Tensor | None = None
     in_fp32: bool = False
 
-    @classmethod
-    def of_shards(
-        cls,
-        data: torch.Tensor,
-        begin: int,
-        end: int,
-        op: Any,
-        group: dist.ProcessGroup,
-        *,
-        in_fp32: bool = False,
-    ) -> "Piece":
-        """Return the same part, from ``begin`` to ``end``, of the shard of every rank."""
-        shards = data.chunk(group.size())
-        is_whole = end - begin == shards[0].numel()
-        parts = tuple((shard[begin:end],) for shard in shards)
-        bucket = data if is_whole else None
-        return cls(parts, op, group, scatters=True, bucket=bucket, in_fp32=in_fp32)
-
     @property
     def views(self) -> tuple[torch.Tensor, ...]:
         """The views, by shard."""
@@ -81,7 +56,7 @@ class Piece:
         """The size of all views in bytes."""
         return sum(data.nbytes for data in self.views)
 
-    def reduce(self) -> Transfer:
+    def reduce(self) -> Launched:
         """Start to reduce it in place, asynchronously, and return the work.
 
         The views must be complete on the current stream. The result is valid on the stream that is

@@ -19,7 +19,6 @@ plan, the sizes of parameters, the share and the size of a slice, so all replica
 the same pieces.
 """
 
-import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -88,7 +87,7 @@ class StageGradients:
         """
         if self._are_complete:
             return ()
-        pieces, of_shards = list[Piece](), list[Piece]()
+        pieces, by_owner = list[Piece](), list[Piece]()
         for bucket_group in bucket_groups(self._chunk):
             bucket_group.grad_reduce_finished = True
             for bucket in bucket_group.buckets:
@@ -98,10 +97,10 @@ class StageGradients:
                     before.append((begin, end))
                     _make_ready(bucket_group, bucket, begin, end)
                     if end - begin < size and sums_to_shards(self._chunk, bucket_group):
-                        of_shards += self._by_owner(bucket_group, bucket, begin, end)
+                        by_owner += self._by_owner(bucket_group, bucket, begin, end)
                     else:
                         pieces += self._pieces(bucket_group, bucket, begin, end)
-        pieces += of_shards
+        pieces += by_owner
         pieces += self._of_all_shards(_SMALLEST if unfinished else 1)
         self._left += pieces
         self._are_complete = not unfinished
@@ -133,7 +132,7 @@ class StageGradients:
         group, op = group_of(bucket_group), _reduce_op(bucket_group)
         if sums_to_shards(self._chunk, bucket_group):
             return [
-                _of_shards(bucket_group, bucket, begin, end, group)
+                of_shards(bucket_group, bucket, begin, end, group)
                 for bucket in bucket_group.buckets
                 for begin, end in in_iteration_offsets(bucket, self._kept, group.size())
             ]
@@ -152,7 +151,7 @@ class StageGradients:
             return
         kept = in_iteration_offsets(bucket, self._kept, group.size())
         for first, last in outside(kept, bucket.grad_data.numel() // group.size()):
-            yield _of_shards(bucket_group, bucket, first, last, group)
+            yield of_shards(bucket_group, bucket, first, last, group)
 
     def _by_owner(self, bucket_group: Any, bucket: Any, begin: int, end: int) -> Iterator[Piece]:
         """Yield what goes to the owner of its shard alone; the rest waits for other shards."""
@@ -209,8 +208,8 @@ def slices(
     bucket: Any,
     reduced_in_iteration: Container[torch.nn.Parameter],
     slice_bytes: int,
-    first: int = 0,
-    last: int = sys.maxsize,
+    first: int,
+    last: int,
 ) -> Iterator[torch.Tensor]:
     """Yield 1-D views of a bucket's other gradients from offset ``first`` to ``last``.
 
@@ -255,12 +254,20 @@ def _reduce_op(bucket_group: Any) -> Any:
     return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
 
-def _of_shards(
+def of_shards(
     bucket_group: Any, bucket: Any, begin: int, end: int, group: dist.ProcessGroup
 ) -> Piece:
-    in_fp32 = bool(bucket_group.ddp_config.reduce_scatter_with_fp32_accumulation)
-    op = _reduce_op(bucket_group)
-    return Piece.of_shards(bucket.grad_data, begin, end, op, group, in_fp32=in_fp32)
+    """Return the same part, from ``begin`` to ``end``, of the shard of every rank of a group."""
+    data, config = bucket.grad_data, bucket_group.ddp_config
+    shards = data.chunk(group.size())
+    return Piece(
+        tuple((shard[begin:end],) for shard in shards),
+        _reduce_op(bucket_group),
+        group,
+        scatters=True,
+        bucket=data if end - begin == shards[0].numel() else None,
+        in_fp32=bool(config.reduce_scatter_with_fp32_accumulation),
+    )
 
 
 def _make_ready(bucket_group: Any, bucket: Any, begin: int, end: int) -> None:

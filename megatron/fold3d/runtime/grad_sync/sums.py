@@ -11,7 +11,6 @@ order, in process groups that nothing else uses at that time.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron.fold3d.plan.ir import WHOLE, Action
 from megatron.fold3d.plan.ops import SUM_OPS
+from megatron.fold3d.runtime.device import Launched
 from megatron.fold3d.runtime.events import Events
 from megatron.fold3d.runtime.feature import Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
@@ -30,19 +30,11 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     set_group,
     start_gathers,
 )
-from megatron.fold3d.runtime.grad_sync.pieces import Piece, Transfer
+from megatron.fold3d.runtime.grad_sync.pieces import Piece
 from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients, sums_to_shards
 
 UNCUT = 1 << 60
 """More bytes than any bucket has: the plan's parts are not cut again."""
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A chunk's sums, from when its first gradients are complete until it is waited for."""
-
-    works: list[Transfer] = field(default_factory=list)
-    ends: list[Callable[[], None]] = field(default_factory=list)  # of recorded events
 
 
 class Sums:
@@ -74,7 +66,8 @@ class Sums:
         self.gradients = {
             chunk: StageGradients(chunk, kept, slice_bytes, self._group_of) for chunk in chunks
         }
-        self._in_flight: dict[Any, _InFlight] = {}
+        # By chunk that is not waited for: the works of each part, and what ends the part's event.
+        self._in_flight: dict[Any, list[tuple[list[Launched], Callable[[], None]]]] = {}
         self._keeping: dict[Any, list[Any]] = {}
 
     def name_after(self, iteration: Iteration) -> None:
@@ -87,7 +80,7 @@ class Sums:
 
     def complete(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> Sequence[Piece]:
         """Note which of a chunk's gradients are complete: see `StageGradients.complete`."""
-        self._in_flight.setdefault(chunk, _InFlight())
+        self._in_flight.setdefault(chunk, [])
         return self.gradients[chunk].complete(unfinished)
 
     def start_until(self, chunk: Any, end: int) -> None:
@@ -98,14 +91,14 @@ class Sums:
         if (in_flight := self._in_flight.get(chunk)) is None:
             return  # its step has waited for all, or none is complete
         if pieces := self.gradients[chunk].take(end):
+            works: list[Launched] = []
 
-            def launch() -> Sequence[Transfer]:
-                works = [piece.reduce() for piece in pieces]
-                in_flight.works += works
+            def launch() -> Sequence[Launched]:
+                works.extend(piece.reduce() for piece in pieces)
                 return works
 
             name = self._names[chunk].until(end)
-            in_flight.ends.append(self._recorder.collective(name, "grad_sync", launch))
+            in_flight.append((works, self._recorder.collective(name, "grad_sync", launch)))
 
     def start_left(self) -> None:
         """Start all that is complete and was not started, lowest chunk first."""
@@ -121,10 +114,11 @@ class Sums:
         self.start_until(chunk, WHOLE)
         if (in_flight := self._in_flight.pop(chunk, None)) is not None:
             self.gradients[chunk].restart()
-            for work in in_flight.works:
-                work.wait()
+            for works, _ in in_flight:
+                for work in works:
+                    work.wait()
             self.gradients[chunk].copy_back(kept=False)
-            for end in in_flight.ends:
+            for _, end in in_flight:
                 end()
 
     def keep(self, chunk: Any) -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.policy.measured_times import Line
-from megatron.fold3d.runtime.device import pinned_bytes
 from megatron.fold3d.runtime.measure.timing import seconds, slowest
 
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 16, 1 << 25
@@ -84,7 +83,7 @@ def host_copies(device: torch.device) -> Line:
 
     def sending(num_bytes: int) -> Send:
         data = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        host = pinned_bytes(num_bytes, device)
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         return lambda: host.copy_(data, non_blocking=True)
 
     return line(sending, _LARGEST_BYTES, device)

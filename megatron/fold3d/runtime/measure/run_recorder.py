@@ -21,10 +21,10 @@ from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.policy.grad_sync_cuts import rings_are_buffered
 from megatron.fold3d.policy.measured_times import MeasuredTimes, usable_bytes
 from megatron.fold3d.runtime.device import (
-    Clock,
     Mark,
     free_device_bytes,
     held_device_bytes,
+    mark_now,
     synchronize,
 )
 from megatron.fold3d.runtime.feature import Handler, Handlers, Iteration
@@ -63,7 +63,6 @@ class RunRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._clock = Clock(device)
         self._spans: list[tuple[Action, Mark, Mark]] = []
         self._left: defaultdict[Op, dict[int, float]] = defaultdict(dict)
         self.step_s = 0.0
@@ -87,8 +86,8 @@ class RunRecorder:
 
     def open_span(self, action: Action) -> Callable[[], None]:
         """Begin to time an action on the current stream; call the returned function at its end."""
-        start = self._clock.mark()
-        return lambda: self._spans.append((action, start, self._clock.mark()))
+        start = mark_now(self._device)
+        return lambda: self._spans.append((action, start, mark_now(self._device)))
 
     def left_bytes(self, run: Callable[[], None], modules: Iterable[torch.nn.Module]) -> int:
         """Run a computation; return the bytes that it leaves on the device for later ones.
@@ -125,7 +124,7 @@ class RunRecorder:
 
     def means_s(self, *ops: Op) -> tuple[float, ...] | None:
         """Return the mean times of ops; None if one is missing, or if an action has not ended."""
-        if not all(self._clock.has_passed(end) for _, _, end in self._spans):
+        if any(end.passed_s is None for _, _, end in self._spans):
             return None
         times = [[s for each in self._times_s(op).values() for s in each] for op in ops]
         return tuple(map(fmean, times)) if all(times) else None
@@ -183,7 +182,7 @@ class RunRecorder:
         times: defaultdict[int, list[float]] = defaultdict(list)
         for action, start, end in self._spans:
             if action.op is op:
-                times[action.stage].append(self._clock.seconds(start, end))
+                times[action.stage].append(end.after_s(start))
         return times
 
     def _found(self, iteration: Iteration) -> _Found:

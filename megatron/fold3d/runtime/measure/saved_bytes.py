@@ -3,6 +3,7 @@
 Keeps one invariant: a tensor is unpacked as it was packed, so no result changes.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -36,9 +37,9 @@ class SavedBytes:
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context; the tensors that autograd saves in it count until they are freed."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Held":
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         # A subclass, such as a parameter, is more than its storage.
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
             return tensor
@@ -51,28 +52,11 @@ class SavedBytes:
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
         self._views[storage._cdata] += 1
-        return _Held(self, tensor, storage.nbytes())
+        weakref.finalize(tensor, self._free, storage._cdata, storage.nbytes())
+        return tensor
 
     def _free(self, storage: int, num_bytes: int) -> None:
         self._views[storage] -= 1
         if self._views[storage] == 0:
             del self._views[storage]
             self.now -= num_bytes
-
-
-class _Held:
-    """A saved tensor; counts until autograd drops it."""
-
-    __slots__ = ("_counted", "_meter", "_storage", "tensor")
-
-    def __init__(self, meter: SavedBytes, tensor: torch.Tensor, num_bytes: int) -> None:
-        self.tensor = tensor
-        self._meter, self._counted = meter, num_bytes
-        self._storage = tensor.untyped_storage()._cdata
-
-    def __del__(self) -> None:
-        self._meter._free(self._storage, self._counted)
-
-
-def _unpack(saved: torch.Tensor | _Held) -> torch.Tensor:
-    return saved.tensor if isinstance(saved, _Held) else saved

@@ -6,6 +6,7 @@ copy, later work may free or overwrite its memory on either side without further
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -14,12 +15,8 @@ import torch
 from megatron.fold3d.runtime.device import runs_behind, streams_of
 from megatron.fold3d.runtime.offload.offload_library import batched_copy
 
-Watch = Callable[[], Callable[[], None]]
-
-
-def idle() -> Callable[[], None]:
-    """Observe nothing: the default ``watch``."""
-    return lambda: None
+Tensors = Sequence[torch.Tensor]
+Watch = Callable[[], AbstractContextManager[object]]
 
 
 class Copies:
@@ -45,9 +42,7 @@ class Copies:
     def _streams(self) -> tuple[Any, Any]:
         return self._backend.Stream(), self._backend.Stream()
 
-    def to_host(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], watch: Watch = idle
-    ) -> Any:
+    def to_host(self, targets: Tensors, sources: Tensors, watch: Watch = nullcontext) -> Any:
         """Start to copy device tensors to host memory; return an event for `wait`.
 
         The sources must be valid on the current stream. The targets are valid on a stream that
@@ -57,16 +52,16 @@ class Copies:
             targets: contiguous tensors in page-locked host memory.
             sources: as many device tensors of the same shapes and dtypes. The caller owns both,
                 and keeps them alive and unchanged until the copy is done.
-            watch: called when the copy begins, and the function it returns when it ends, both
+            watch: returns a context, entered when the copy begins and left when it ends, both times
                 with the copy's stream current.
         """
         return self._copy(self._streams[0], targets, sources, watch)
 
     def to_device(
         self,
-        targets: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-        watch: Watch = idle,
+        targets: Tensors,
+        sources: Tensors,
+        watch: Watch = nullcontext,
         after: Any = None,
         ready: Any = None,
     ) -> Any:
@@ -98,12 +93,7 @@ class Copies:
         self._backend.current_stream().wait_event(copied)
 
     def _copy(
-        self,
-        stream: Any,
-        targets: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-        watch: Watch,
-        ready: Any = None,
+        self, stream: Any, targets: Tensors, sources: Tensors, watch: Watch, ready: Any = None
     ) -> Any:
         targets, sources = tuple(targets), tuple(sources)
         if ready is None:
@@ -111,16 +101,13 @@ class Copies:
         else:
             stream.wait_event(ready)
         with self._backend.stream(stream):
-            over = watch()
-            for start in range(0, len(targets), self._batch):
-                end = start + self._batch
-                self._launch(targets[start:end], sources[start:end], stream)
-                self.num_calls += 1
+            with watch():
+                for start in range(0, len(targets), self._batch):
+                    end = start + self._batch
+                    self._launch(targets[start:end], sources[start:end], stream)
+                    self.num_calls += 1
             self.num_tensors += len(targets)
-            over()
-            copied = self._backend.Event()
-            copied.record()
-            return copied
+            return self.now()
 
     def _launch(
         self, targets: tuple[torch.Tensor, ...], sources: tuple[torch.Tensor, ...], stream: Any

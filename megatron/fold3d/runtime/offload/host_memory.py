@@ -87,13 +87,13 @@ def check_node(plan: Plan, bytes_of_stage: int, ranks: Sequence[int]) -> None:
     check(total, f"for the activations that {len(ranks)} ranks of this node offload")
 
 
-def check(num_bytes: int, purpose: str, available: int | None = None) -> None:
+def check(num_bytes: int, purpose: str) -> None:
     """Check that the host has ``num_bytes`` left.
 
     Raises:
         HostMemoryError: it has less.
     """
-    available = available_bytes() if available is None else available
+    available = available_bytes()
     if num_bytes > available:
         raise HostMemoryError(
             f"{num_bytes:,} bytes of host memory {purpose}, {available:,} are available; {_FIX}"
@@ -102,19 +102,14 @@ def check(num_bytes: int, purpose: str, available: int | None = None) -> None:
 
 def available_bytes() -> int:
     """Return the bytes that this process can still take: by the machine and its control groups."""
-    return min(_of_machine(), *_of_control_groups())
-
-
-def _of_machine() -> int:
-    for line in _MACHINE.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{_MACHINE} has no MemAvailable; offload needs Linux 3.14 or later")
+    of_machine = _number_in(_MACHINE, "MemAvailable:")
+    if of_machine is None:
+        raise OSError(f"{_MACHINE} has no MemAvailable; offload needs Linux 3.14 or later")
+    return min([of_machine * 1024, *_of_control_groups()])
 
 
 def _of_control_groups() -> Iterator[int]:
     """Yield the bytes left in each control group of this process, of either version."""
-    yield 1 << 62
     for line in _OWN_GROUPS.read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
@@ -130,13 +125,13 @@ def _of_group(path: str, files: _Files) -> Iterator[int]:
     for folder in (group, *group.parents):
         limit, used = folder / files.limit, folder / files.used
         if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-            yield max(0, int(text) - int(used.read_text()) + _reclaimable(folder, files))
+            reclaimable = _number_in(folder / "memory.stat", f"{files.reclaimable} ") or 0
+            yield max(0, int(text) - int(used.read_text()) + reclaimable)
         if folder == root:
             return
 
 
-def _reclaimable(group: Path, files: _Files) -> int:
-    for line in (group / "memory.stat").read_text().splitlines():
-        if line.startswith(f"{files.reclaimable} "):
-            return int(line.split()[1])
-    return 0
+def _number_in(file: Path, name: str) -> int | None:
+    """Return the number on the line of a file that begins with a name."""
+    lines = file.read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith(name)), None)

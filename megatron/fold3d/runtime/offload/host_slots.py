@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Program
 from megatron.fold3d.plan.memory import peak_on_host
 from megatron.fold3d.plan.ops import TO_HOST_OPS
@@ -24,30 +25,22 @@ logger = logging.getLogger(__name__)
 class HostSlots:
     """The host memory that receives offloaded activations.
 
+    With ``--offload-activations auto`` it takes no more than the host has free; with ``on`` too
+    little memory is an error.
+
     Args:
-        device: the device that copies to this memory and from it.
-        sparing: take no more than the host has free; otherwise too little memory is an error.
-        saved_bytes: estimated bytes that one micro-batch's forward of a stage saves.
-        first_bytes: of the first iteration; None is what ``saved_bytes`` gives.
+        config: the configuration of the run.
         num_local: the number of ranks on this node, which share its memory.
 
     Attributes:
         pool: the pinned memory pool.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        sparing: bool,
-        saved_bytes: int,
-        first_bytes: int | None,
-        num_local: int,
-    ) -> None:
-        self.pool = PinnedPool(device)
-        self._sparing = sparing
-        self._saved_bytes = saved_bytes
-        self._first_bytes = first_bytes
+    def __init__(self, config: Fold3DConfig, num_local: int) -> None:
+        self.pool = PinnedPool(torch.device(config.device))
+        self._sparing = config.offload_activations == "auto"
+        self._saved_bytes = config.saved_bytes
+        self._first_bytes = config.activation_memory_bytes
         self._num_local = num_local
         self._bytes_of_stage: dict[int, int] = {}
 
@@ -61,7 +54,7 @@ class HostSlots:
         return stage in self._bytes_of_stage
 
     def reserve_program(self, program: Program) -> None:
-        """Reserve the host memory that a program needs; with ``sparing`` what there is room for.
+        """Reserve the host memory that a program needs; with ``auto`` what there is room for.
 
         Raises:
             HostMemoryError: the host has less memory than the program takes.
@@ -92,7 +85,7 @@ class HostSlots:
         self._bytes_of_stage[stage] = max(num_bytes, self._bytes_of_stage.get(stage, 0))
 
     def fit_choice(self, computations: Program, choice: OffloadChoice) -> OffloadChoice:
-        """Return the choice, reduced to what the host has memory for if ``sparing``."""
+        """Return the choice, reduced to what the host has memory for with ``auto``."""
         largest = self.activation_bytes or self._saved_bytes
         if not self._sparing or not largest:
             return choice

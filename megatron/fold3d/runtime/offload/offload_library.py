@@ -7,7 +7,7 @@ torch. Runs on a CPU do not need it.
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 
@@ -64,36 +64,31 @@ def batched_copy(
     Raises:
         RuntimeError: CUDA refused the launch.
     """
-    count = len(targets)
-    error = _library().fold3d_batched_copy(
-        *_tables(targets, sources), c_size_t(count), c_void_p(stream)
-    )
-    _check(error)
+    _copy(_library().fold3d_batched_copy, targets, sources, c_void_p(stream))
 
 
 def kernel_copy(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: int, num_blocks: int
 ) -> None:
     """Copy as `batched_copy` does, but with a kernel of ``num_blocks`` thread blocks."""
-    count = len(targets)
-    error = _library().fold3d_kernel_copy(
-        *_tables(targets, sources), c_size_t(count), c_uint(num_blocks), c_void_p(stream)
-    )
-    _check(error)
+    blocks = c_uint(num_blocks)
+    _copy(_library().fold3d_kernel_copy, targets, sources, blocks, c_void_p(stream))
 
 
-def _tables(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-) -> tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p], ctypes.Array[c_size_t]]:
+def _copy(
+    copy: Callable[..., int],
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    *how: c_uint | c_void_p,
+) -> None:
     count = len(targets)
-    return (
+    error = copy(
         (c_void_p * count)(*(tensor.data_ptr() for tensor in targets)),
         (c_void_p * count)(*(tensor.data_ptr() for tensor in sources)),
         (c_size_t * count)(*(tensor.nbytes for tensor in sources)),
+        c_size_t(count),
+        *how,
     )
-
-
-def _check(error: int) -> None:
     if error:
         raise RuntimeError(f"copy of activations: {_library().fold3d_cuda_error(error).decode()}")
 

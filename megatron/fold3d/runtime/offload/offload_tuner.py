@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Program
 from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, TO_DEVICE_OPS, TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
@@ -19,19 +20,19 @@ class OffloadTuner:
     """Chooses one rank's offloads, in all iterations.
 
     Args:
-        device: the device whose clock and memory are measured.
-        sparing: offload no more than needed; otherwise all.
+        config: the configuration of the run; with ``--offload-activations auto`` no more
+            leaves than the device's memory requires, as measured in the first two iterations.
         slots: the host memory that receives activations.
 
     Attributes:
         recorder: times computations and copies; None once an iteration has been measured.
     """
 
-    def __init__(self, device: torch.device, *, sparing: bool, slots: HostSlots) -> None:
-        self._device = device
-        self._sparing = sparing
+    def __init__(self, config: Fold3DConfig, slots: HostSlots) -> None:
+        self._device = torch.device(config.device)
+        self._sparing = config.offload_activations == "auto"
         self._slots = slots
-        self.recorder: RunRecorder | None = RunRecorder(device)
+        self.recorder: RunRecorder | None = RunRecorder(self._device)
         self._measured: OffloadTimes | None = None
         # By the number of computations of an iteration, and whether sizes and times are known.
         self._chosen: dict[tuple[int, bool, bool], OffloadChoice] = {}

@@ -18,9 +18,11 @@ and the computation after waits for it. Neither the host nor another rank waits.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Self
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,14 +30,13 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.ops import TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
-from megatron.fold3d.runtime.device import Clock, Mark, runs_behind
 from megatron.fold3d.runtime.events import UNHEARD, Events
-from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key, within
 from megatron.fold3d.runtime.measure.saved_bytes import lasting_storages
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.host_slots import HostSlots
 from megatron.fold3d.runtime.offload.offload_tuner import OffloadTuner
-from megatron.fold3d.runtime.offload.pinned_pool import ALIGNMENT, Slot
+from megatron.fold3d.runtime.offload.pinned_pool import ALIGNMENT
 from megatron.fold3d.runtime.offload.saved_tensors import SavedTensors, offsets
 from megatron.fold3d.runtime.plans import Plans
 
@@ -49,18 +50,11 @@ class Offloader(Feature):
     It does nothing in evaluations, which save nothing.
 
     Args:
-        device: the device of the model.
-        everything: offload every large tensor that a forward saves; otherwise only the inputs of
-            recomputation, which `checkpoint` marks.
-        sparing: offload no more than the device's memory requires, as measured in the first two
-            iterations, and no more than the host has room for.
-        saved_bytes: estimated bytes that one micro-batch's forward of a stage saves.
-        first_bytes: of host memory for the first iteration; None is as many as ``saved_bytes``
-            gives. What finds no place there stays on the device.
-        num_local: the number of ranks on this node, which share its memory.
-        copies: the copy engine; by default one of its own.
+        config: the configuration of the run.
         plans: the plans of the run, whose offloads may change from iteration to iteration.
         recorder: hears of copies.
+        num_local: the number of ranks on this node, which share its memory.
+        copies: the copy engine; by default one of its own.
 
     Attributes:
         pool: the host memory.
@@ -68,40 +62,25 @@ class Offloader(Feature):
         held: activations on the device now, offloaded or not, counted as in `peak_activations`.
         peak: the largest `held` of this iteration.
         num_reloads: activations reloaded so far.
-        counts_early: whether `num_early` counts; on a GPU not unless it is set, since a thread must
-            ask the device for it.
         depth: computations that an offload may overlap, from the next iteration on.
     """
 
     def __init__(
         self,
-        device: torch.device,
-        *,
-        everything: bool,
-        sparing: bool = False,
-        saved_bytes: int = 0,
-        first_bytes: int | None = None,
-        num_local: int = 1,
-        copies: Copies | None = None,
+        config: Fold3DConfig,
         plans: Plans | None = None,
         recorder: Events = UNHEARD,
+        num_local: int = 1,
+        copies: Copies | None = None,
     ) -> None:
-        self._slots = HostSlots(
-            device,
-            sparing=sparing,
-            saved_bytes=saved_bytes,
-            first_bytes=first_bytes,
-            num_local=num_local,
-        )
-        self._tuner = OffloadTuner(device, sparing=sparing, slots=self._slots)
+        self._device = torch.device(config.device)
+        self._slots = HostSlots(config, num_local)
+        self._tuner = OffloadTuner(config, self._slots)
         self.pool = self._slots.pool
-        self.copies = copies or Copies(device)
-        self.held = self.peak = self.num_reloads = self._num_early = 0
-        self.counts_early = not runs_behind(device)
+        self.copies = copies or Copies(self._device)
+        self.held = self.peak = self.num_reloads = 0
         self.depth = 1
-        self._device = device
-        self._everything = everything
-        self._clock = Clock(device)
+        self._everything = config.offload_everything
         self._plans, self._recorder = plans, recorder
         self._travels: frozenset[Key] = frozenset()
         self._lasting: frozenset[int] = frozenset()
@@ -109,30 +88,6 @@ class Offloader(Feature):
         self._now = _Now()
         self._away: dict[Key, _Away] = {}
         self._leaving: deque[list[_Away]] = deque()  # by the computations that they still have
-        self._returned: deque[tuple[Mark, Mark]] = deque()  # when copied, when needed
-
-    @classmethod
-    def of(cls, config: Fold3DConfig, num_local: int, plans: Plans, recorder: Events) -> Self:
-        """Return the offloader of a run, one of ``num_local`` on this node."""
-        return cls(
-            torch.device(config.device),
-            everything=config.offload_everything,
-            sparing=config.offload_activations == "auto",
-            saved_bytes=config.saved_bytes,
-            first_bytes=config.activation_memory_bytes,
-            num_local=num_local,
-            plans=plans,
-            recorder=recorder,
-        )
-
-    @property
-    def num_early(self) -> int:
-        """The number of reloads that were done when the device reached their backward.
-
-        On a GPU, backwards that it has not reached yet do not count; see `counts_early`.
-        """
-        self._count_early()
-        return self._num_early
 
     def choice(self, program: Program) -> OffloadChoice:
         """Return which of a program's activations to offload, and when; sets `depth`."""
@@ -147,58 +102,42 @@ class Offloader(Feature):
         return self._plans.training(plan.num_microbatches, self.choice(plan.programs[rank]))
 
     def prepare(self, iteration: Iteration) -> None:
-        """Allocate the host memory that the program needs."""
-        if iteration.trains:
-            self.begin_iteration(iteration.program, iteration.chunks, iteration.hidden_bytes)
+        """Allocate the host memory that the program needs.
+
+        Parameters, buffers, and what is much smaller than a hidden state stay on the device.
+
+        Raises:
+            HostMemoryError: the host has less memory than the program takes.
+        """
+        if not iteration.trains:
+            return
+        program = iteration.program
+        self.held = self.peak = 0
+        self._recorder.count(_OFFLOADED, 0)  # known where nothing leaves, too
+        self._tuner.begin_iteration()
+        self._away.clear()
+        self._leaving = deque([] for _ in range(self.depth))
+        self._travels = frozenset((a.stage, a.microbatch) for a in program if a.op in TO_HOST_OPS)
+        self._smallest_bytes = iteration.hidden_bytes // _SMALL
+        lasting = lasting_storages(iteration.chunks)
+        self._lasting = frozenset(storage.data_ptr() for storage in lasting)
+        self._slots.reserve_program(program)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return handlers that copy activations, and wrappers that collect and restore them."""
         if not iteration.trains:
             return {}
-        run_forward, run_backward = inner[Op.FORWARD], inner[Op.BACKWARD]
-
-        def forward(action: Action) -> None:
-            with self.saving(action):
-                run_forward(action)
-
-        def backward(action: Action) -> None:
-            with self.using(action):
-                run_backward(action)
 
         def offload(action: Action) -> None:
             input_tensor, _ = iteration.saved[action.stage, action.microbatch]
             self.offload(action, held=input_tensor)
 
         return {
-            Op.FORWARD: forward,
-            Op.BACKWARD: backward,
+            Op.FORWARD: within(self.saving, inner[Op.FORWARD]),
+            Op.BACKWARD: within(self.using, inner[Op.BACKWARD]),
             Op.OFFLOAD: offload,
             Op.RELOAD: self.reload,
         }
-
-    def begin_iteration(
-        self, program: Program, modules: Iterable[torch.nn.Module], hidden_bytes: int
-    ) -> None:
-        """Prepare for an iteration.
-
-        Args:
-            program: the program of this rank.
-            modules: the model chunks; their parameters and buffers stay on the device.
-            hidden_bytes: the bytes of a hidden state; much smaller tensors stay on the device.
-
-        Raises:
-            HostMemoryError: the host has less memory than the program takes.
-        """
-        self.held = self.peak = 0
-        self._count_early()
-        self._recorder.count(_OFFLOADED, 0)  # known where nothing leaves, too
-        self._tuner.begin_iteration()
-        self._away.clear()
-        self._leaving = deque([] for _ in range(self.depth))
-        self._travels = frozenset((a.stage, a.microbatch) for a in program if a.op in TO_HOST_OPS)
-        self._smallest_bytes = hidden_bytes // _SMALL
-        self._lasting = frozenset(storage.data_ptr() for storage in lasting_storages(modules))
-        self._slots.reserve_program(program)
 
     @contextmanager
     def saving(self, forward: Action) -> Iterator[None]:
@@ -208,21 +147,20 @@ class Offloader(Feature):
         later iteration with more micro-batches may need.
         """
         self._hold()
-        over = self._watch(forward)
         key = forward.stage, forward.microbatch
-        if key in self._travels or not self._slots.knows_stage(forward.stage):
-            saved = SavedTensors(self._device, self._smallest_bytes, self._lasting)
-            self._now.collecting = saved
-            with saved.hooks() if self._everything else nullcontext():
+        with self._watched(forward):
+            if key not in self._travels and self._slots.knows_stage(forward.stage):
                 yield
-            self._now.collecting = None
-            if key in self._travels:
-                self._away[key] = _Away(saved)
             else:
-                self._slots.learn_stage(forward.stage, _layout(saved.flat())[1])
-        else:
-            yield
-        over()
+                saved = SavedTensors(self._device, self._smallest_bytes, self._lasting)
+                self._now.collecting = saved
+                with saved.hooks() if self._everything else nullcontext():
+                    yield
+                self._now.collecting = None
+                if key in self._travels:
+                    self._away[key] = _Away(saved)
+                else:
+                    self._slots.learn_stage(forward.stage, _layout(saved.flat())[1])
         self._release()
 
     def checkpoint(self, upstream: Callable[..., Any], *args: Any) -> Any:
@@ -254,10 +192,11 @@ class Offloader(Feature):
         away.num_bytes, away.held, away.slot = num_bytes, held, slot
         self._recorder.count(_OFFLOADED, num_bytes)
         targets = [
-            slot.memory[begin : begin + source.numel()]
+            slot[begin : begin + source.numel()]
             for source, begin in zip(sources, begins, strict=True)
         ]
-        away.copied = self.copies.to_host(targets, sources, lambda: self._watch(action, "offload"))
+        watch = partial(self._watched, action, "offload")
+        away.copied = self.copies.to_host(targets, sources, watch)
         self._leaving[-1].append(away)
 
     def reload(self, action: Action) -> None:
@@ -268,19 +207,12 @@ class Offloader(Feature):
         assert away.slot is not None  # the verifier has seen its OFFLOAD
         self._hold()
         away.buffer = torch.empty(away.num_bytes, dtype=torch.uint8, device=self._device)
-
-        def watch() -> Callable[[], None]:
-            over = self._watch(action, "offload")
-
-            def end() -> None:
-                over()
-                if self.counts_early:
-                    away.returned = self._clock.mark()
-
-            return end
-
-        source = away.slot.memory[: away.num_bytes]
-        away.copied = self.copies.to_device([away.buffer], [source], watch, after=away.copied)
+        away.copied = self.copies.to_device(
+            [away.buffer],
+            [away.slot[: away.num_bytes]],
+            partial(self._watched, action, "offload"),
+            after=away.copied,
+        )
 
     @contextmanager
     def using(self, backward: Action) -> Iterator[None]:
@@ -292,16 +224,13 @@ class Offloader(Feature):
         if away is not None:
             assert away.buffer is not None  # the verifier has seen its RELOAD
             self.num_reloads += 1
-            if away.returned is not None:
-                self._returned.append((away.returned, self._clock.mark()))
             self.copies.wait(away.copied)
             away.saved.restore(away.buffer)
             if away.slot is not None:
                 self.pool.give_back(away.slot)
             del away
-        over = self._watch(backward)
-        yield
-        over()
+        with self._watched(backward):
+            yield
         self.held -= 1
         self._release()
 
@@ -313,24 +242,17 @@ class Offloader(Feature):
             self.held -= 1
         self._leaving.append([])
 
-    def _count_early(self) -> None:
-        """Count early reloads whose marks the device has passed, and drop these marks."""
-        while self._returned and all(map(self._clock.has_passed, self._returned[0])):
-            self._num_early += self._clock.seconds(*self._returned.popleft()) >= 0
-
-    def _watch(self, action: Action, kind: str | None = None) -> Callable[[], None]:
-        """Note that an action begins; the caller calls the returned function at its end."""
+    @contextmanager
+    def _watched(self, action: Action, kind: str | None = None) -> Iterator[None]:
+        """Time the block, an action, for the choice of offloads, and record it if it has a kind."""
         ends = []
         if self._tuner.recorder is not None and self._travels:
             ends.append(self._tuner.recorder.open_span(action))
         if kind is not None:
             ends.append(self._recorder.open_span(action, kind))
-
-        def over() -> None:
-            for end in ends:
-                end()
-
-        return over
+        yield
+        for end in ends:
+            end()
 
     def _hold(self) -> None:
         self.held += 1
@@ -349,16 +271,13 @@ class _Now(threading.local):
     collecting: SavedTensors | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Away:
     """Activations that are being offloaded, on the host, or being reloaded."""
 
-    __slots__ = ("buffer", "copied", "held", "num_bytes", "returned", "saved", "slot")
-
-    def __init__(self, saved: SavedTensors) -> None:
-        self.saved = saved
-        self.held: torch.Tensor | None = None
-        self.num_bytes = 0
-        self.slot: Slot | None = None
-        self.buffer: torch.Tensor | None = None
-        self.copied: Any = None
-        self.returned: Mark | None = None
+    saved: SavedTensors
+    held: torch.Tensor | None = None
+    num_bytes: int = 0
+    slot: torch.Tensor | None = None
+    buffer: torch.Tensor | None = None
+    copied: Any = None

@@ -20,18 +20,6 @@ ALIGNMENT = 512
 """Alignment in bytes, that of a device's own allocator, which kernels may rely on."""
 
 
-class Slot:
-    """A part of the pool; `memory` is ``[num_bytes]`` of ``uint8``, a view that the pool owns.
-
-    The code that has taken the slot may write it once no copy reads or writes it any more.
-    """
-
-    __slots__ = ("memory",)
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-
-
 class PinnedPool:
     """The host memory of one rank's offloaded activations.
 
@@ -46,7 +34,7 @@ class PinnedPool:
         self._device = device
         self._in_use_bytes = 0
         self._slots: Counter[int] = Counter()  # how many there are, by size
-        self._free: dict[int, deque[Slot]] = {}
+        self._free: dict[int, deque[torch.Tensor]] = {}
         self._uncut = torch.empty(0, dtype=torch.uint8)
 
     def reserve_bytes(self, num_bytes: int) -> None:
@@ -83,8 +71,12 @@ class PinnedPool:
             self._add(self._allocate(total).split(list(new.elements())))
         return num_lacking
 
-    def take(self, num_bytes: int) -> Slot | None:
-        """Return the smallest free slot that fits, or a new one of uncut memory; None without."""
+    def take(self, num_bytes: int) -> torch.Tensor | None:
+        """Return the smallest free slot that fits, or a new one of uncut memory; None without.
+
+        It is ``[num_bytes]`` of ``uint8`` or more, a view that the pool owns. Whoever has taken it
+        may write it once no copy reads or writes it any more.
+        """
         fitting = (size for size, free in self._free.items() if free and size >= num_bytes)
         size = min(fitting, default=None)
         if size is None:
@@ -96,9 +88,9 @@ class PinnedPool:
         self.high_water_bytes = max(self.high_water_bytes, self._in_use_bytes)
         return slot
 
-    def give_back(self, slot: Slot) -> None:
-        """Return a slot to the pool; nothing may read or write it any more."""
-        size = slot.memory.numel()
+    def give_back(self, slot: torch.Tensor) -> None:
+        """Return a slot of `take` to the pool; nothing may read or write it any more."""
+        size = slot.numel()
         self._in_use_bytes -= size
         self._free[size].append(slot)
 
@@ -111,9 +103,9 @@ class PinnedPool:
         return True
 
     def _add(self, slots: Iterable[torch.Tensor]) -> None:
-        for memory in slots:
-            self._free.setdefault(memory.numel(), deque()).append(Slot(memory))
-            self._slots[memory.numel()] += 1
+        for slot in slots:
+            self._free.setdefault(slot.numel(), deque()).append(slot)
+            self._slots[slot.numel()] += 1
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         self.num_bytes += num_bytes

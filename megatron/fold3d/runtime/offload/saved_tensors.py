@@ -7,7 +7,7 @@ views share it. The backward gets tensors of the same bytes, shape and strides.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,7 +83,7 @@ class SavedTensors:
         part = self._parts.get(address)
         if part is None or not part.is_whole:  # an emptied storage's address is reused
             part = self._parts[address] = _Part(storage)
-        return _View(part, tensor)
+        return _View(part, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class _Part:
@@ -107,16 +107,14 @@ class _Part:
         return flat.set_(self.storage)
 
 
-class _View:
+class _View(NamedTuple):
     """A saved tensor: its dtype, offset, shape and strides within its part."""
 
-    __slots__ = ("dtype", "offset", "part", "shape", "strides")
-
-    def __init__(self, part: _Part, tensor: torch.Tensor) -> None:
-        self.part = part
-        self.dtype = tensor.dtype
-        self.offset = tensor.storage_offset()
-        self.shape, self.strides = tensor.shape, tensor.stride()
+    part: _Part
+    dtype: torch.dtype
+    offset: int | torch.SymInt
+    shape: torch.Size
+    strides: tuple[int, ...]
 
 
 def _unpack(saved: torch.Tensor | _View) -> torch.Tensor:

@@ -16,7 +16,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.policy.grad_sync_cuts import slice_bytes
 from megatron.fold3d.runtime.feature import Feature, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
@@ -78,16 +77,6 @@ class PreemptiveCommunicator(Feature):
         self._links: Any = None
         self._open = ExitStack()
 
-    @classmethod
-    def of(cls, config: Fold3DConfig) -> Self:
-        """Return the communicator of a run."""
-        timeout = timedelta(minutes=config.distributed_timeout_minutes)
-        return cls(
-            slice_bytes=config.slice_bytes,
-            timeout=timeout,
-            fits_slices=config.choice.slice_bytes is None,
-        )
-
     def prepare(self, iteration: Iteration) -> None:
         """Connect to the neighbours in the first iteration; route the model's buckets."""
         if self._scheduler is None:
@@ -103,8 +92,6 @@ class PreemptiveCommunicator(Feature):
         pass them on. The previous and next global rank are always neighbours, so a failure reaches
         every rank.
         """
-        if self._scheduler is not None:
-            return
         rank, world = dist.get_rank(), dist.get_world_size()
         policy = self._extension.Policy()
         policy.rank, policy.timeout_s = rank, self._timeout.total_seconds()

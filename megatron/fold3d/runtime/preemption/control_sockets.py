@@ -5,23 +5,26 @@ that it has died. A rank accepts only connections that show its token, which it 
 of its job; all others are closed, however many they are and even if they send nothing.
 """
 
+import asyncio
 import hmac
 import os
 import secrets
-import selectors
 import socket
 import struct
-import time
+from collections import deque
 from collections.abc import Collection
-from typing import Self
+from contextlib import ExitStack, suppress
+from typing import NoReturn, Self
 
 import torch.distributed as dist
+
+from megatron.fold3d.runtime.measure.timing import gathered
 
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}si")  # the token of the rank that listens, and one's rank
 _PATIENCE_S = 60.0
 _HELLO_S = 10.0  # in which a caller has to say who it is
-_MOST_STRANGERS = 256  # that have not said it; the oldest is turned away for one more
+_MOST_CALLERS = 256  # of the latest, who may still say it; earlier ones are turned away
 
 Card = tuple[str, int, bytes, set[int]]  # address, port, token, neighbours
 
@@ -41,8 +44,7 @@ class ControlSockets:
         self._listener = socket.create_server((_own_address(), 0), backlog=128)
         token = secrets.token_bytes(_TOKEN_BYTES)
         card: Card = (*self._listener.getsockname()[:2], token, set(neighbours))
-        cards: list[Card] = [card] * dist.get_world_size()
-        dist.all_gather_object(cards, card)
+        cards = gathered(card)
         wanted = {
             other
             for other, (_, _, _, its) in enumerate(cards)
@@ -78,94 +80,55 @@ def accept(
     Raises:
         TimeoutError: not all of them were there after ``patience_s``.
     """
-    deadline_s = time.monotonic() + patience_s
-    with _Door(listener, token, ranks) as door:
-        while missing := sorted(door.ranks - door.known.keys()):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError(
-                    f"no control connection from rank {', '.join(map(str, missing))} after "
-                    f"{patience_s:.0f} s; do all nodes reach {listener.getsockname()[0]}?"
-                )
-            door.wait(min(1.0, left_s))
-        return door.known
+    listener.setblocking(False)
+    return asyncio.run(_accept(listener, token, ranks, patience_s))
 
 
-class _Door:
-    """The callers of a listening socket; closing it closes those that were not expected.
+async def _accept(
+    listener: socket.socket, token: bytes, ranks: Collection[int], patience_s: float
+) -> dict[int, socket.socket]:
+    loop, has_news = asyncio.get_running_loop(), asyncio.Event()
+    known: dict[int, socket.socket] = {}
+    callers: deque[asyncio.Task[None]] = deque()
 
-    Attributes:
-        ranks: the ranks that may connect.
-        known: those of them that have connected.
-    """
+    async def hear(caller: socket.socket) -> None:
+        said = b""
+        with suppress(OSError, struct.error), ExitStack() as unknown:
+            unknown.enter_context(caller)
+            async with asyncio.timeout(_HELLO_S):
+                while more := await loop.sock_recv(caller, _HELLO.size - len(said)):
+                    said += more
+            its_token, rank = _HELLO.unpack(said)
+            waited_for = rank in ranks and rank not in known
+            if hmac.compare_digest(its_token, token) and waited_for:
+                known[rank] = caller
+                unknown.pop_all()
+                has_news.set()
 
-    def __init__(self, listener: socket.socket, token: bytes, ranks: Collection[int]) -> None:
-        self.ranks = frozenset(ranks)
-        self.known: dict[int, socket.socket] = {}
-        self._listener, self._token = listener, token
-        self._said: dict[socket.socket, bytes] = {}  # by callers that are not known yet
-        self._until_s: dict[socket.socket, float] = {}
-        self._selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
+    async def let_in() -> NoReturn:
+        while True:
+            with suppress(OSError):  # it is gone already, or there are no more files
+                caller, _ = await loop.sock_accept(listener)
+                callers.append(loop.create_task(hear(caller)))
+            if len(callers) > _MOST_CALLERS:
+                callers.popleft().cancel()
+            await asyncio.sleep(0)  # or a flood of callers would keep them from being heard
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for caller in [*self._said]:
-            self._forget(caller).close()
-        self._selector.close()
-
-    def wait(self, timeout_s: float) -> None:
-        """Read from callers for at most ``timeout_s``."""
-        now_s = time.monotonic()
-        for caller in [caller for caller, until_s in self._until_s.items() if until_s < now_s]:
-            self._forget(caller).close()
-        for key, _ in self._selector.select(timeout_s):
-            if key.fileobj is self._listener:
-                self._open()
-            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._said:
-                self._hear(key.fileobj)
-
-    def _open(self) -> None:
-        try:
-            caller, _ = self._listener.accept()
-        except OSError:  # it is gone already, or there are no more files
-            return
-        if len(self._said) == _MOST_STRANGERS:
-            self._forget(next(iter(self._said))).close()
-        caller.setblocking(False)
-        self._said[caller], self._until_s[caller] = b"", time.monotonic() + _HELLO_S
-        self._selector.register(caller, selectors.EVENT_READ)
-
-    def _hear(self, caller: socket.socket) -> None:
-        try:
-            more = caller.recv(_HELLO.size - len(self._said[caller]))
-        except OSError:
-            more = b""
-        self._said[caller] += more
-        if more and len(self._said[caller]) < _HELLO.size:
-            return
-        rank = self._rank(self._said[caller])
-        self._forget(caller)
-        if rank is None:
-            caller.close()
-        else:
-            self.known[rank] = caller
-
-    def _rank(self, said: bytes) -> int | None:
-        """Return the rank that sent this greeting, or None if it is not one that may connect."""
-        if len(said) < _HELLO.size:
-            return None
-        token, rank = _HELLO.unpack(said)
-        waited_for = rank in self.ranks and rank not in self.known
-        return int(rank) if hmac.compare_digest(token, self._token) and waited_for else None
-
-    def _forget(self, caller: socket.socket) -> socket.socket:
-        self._selector.unregister(caller)
-        del self._said[caller], self._until_s[caller]
-        return caller
+    door = loop.create_task(let_in())
+    try:
+        async with asyncio.timeout(patience_s):
+            while known.keys() != {*ranks}:
+                await has_news.wait()
+                has_news.clear()
+    except TimeoutError:
+        missing = ", ".join(str(rank) for rank in sorted({*ranks} - known.keys()))
+        raise TimeoutError(
+            f"no control connection from rank {missing} after {patience_s:.0f} s; do all nodes "
+            f"reach {listener.getsockname()[0]}?"
+        ) from None
+    finally:
+        door.cancel()
+    return known
 
 
 def _own_address() -> str:

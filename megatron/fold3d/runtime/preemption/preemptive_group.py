@@ -100,15 +100,9 @@ class PreemptiveGroup(dist.ProcessGroup):
         """Start to send one tensor, of any shape, to ``peer``, a rank of the group."""
         [tensor] = tensors
         to = self._ranks[peer]
+        name = f"send to rank {to}"
         return self._scheduler.send(
-            self.scheduled,
-            tensor,
-            self._senders,
-            peer,
-            tag,
-            to,
-            self._direction,
-            f"send to rank {to}",
+            self.scheduled, tensor, self._senders, peer, tag, to, self._direction, name
         )
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:

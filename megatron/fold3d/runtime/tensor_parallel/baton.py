@@ -6,8 +6,8 @@ per process is the running thread's.
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from queue import SimpleQueue
 
 import torch
 from megatron.core.utils import GlobalMemoryBuffer
@@ -27,8 +27,7 @@ class Baton:
 
     def __init__(self) -> None:
         self._second_buffer = GlobalMemoryBuffer()
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._pool = ThreadPoolExecutor(1, "second micro-batch of a pair")
         self._threads: tuple[int | None, int | None] = (None, None)
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
         self._running = [False, False]
@@ -50,12 +49,7 @@ class Baton:
         Raises:
             Exception: the one that ``first`` or ``second`` raised; the other has ended by then.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._work, name="second micro-batch of a pair", daemon=True
-            )
-            self._thread.start()
-        self._threads = (threading.get_ident(), self._thread.ident)
+        self._threads = (threading.get_ident(), None)
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
         self._running, self._error = [True, True], None
         before = ProcessState.now()
@@ -63,6 +57,7 @@ class Baton:
 
         def run_second() -> None:
             self._turns[_SECOND].acquire()
+            self._threads = (self._threads[_FIRST], threading.get_ident())
             if self._error is None:
                 make_current(device)
                 replace(before, memory_buffer=self._second_buffer, nvtx_ranges=[]).restore()
@@ -71,7 +66,7 @@ class Baton:
             self._running[_SECOND] = False
             self._turns[_FIRST].release()
 
-        self._tasks.put(run_second)
+        self._pool.submit(run_second)
         self._run(first)
         mine = ProcessState.now()
         self._running[_FIRST] = False
@@ -83,9 +78,8 @@ class Baton:
         if self._error is not None:
             raise self._error
 
-    @property
     def side(self) -> int:
-        """1 on the thread of the second function while `run` runs, else 0."""
+        """Return 1 on the thread of the second function while `run` runs, else 0."""
         return int(threading.get_ident() == self._threads[_SECOND])
 
     def hand_over(self) -> None:
@@ -110,9 +104,7 @@ class Baton:
 
     def close(self) -> None:
         """End the second thread."""
-        if self._thread is not None:
-            self._tasks.put(None)
-            self._thread = None
+        self._pool.shutdown(wait=False)
 
     def _run(self, function: Callable[[], None]) -> None:
         try:
@@ -121,7 +113,3 @@ class Baton:
         except BaseException as error:  # noqa: BLE001 - raised again by `run`
             if self._error is None:
                 self._error = error
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()

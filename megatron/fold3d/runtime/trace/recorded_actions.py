@@ -1,11 +1,12 @@
 """``--trace``: records how long each action of the executor takes on this rank's device."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from megatron.fold3d.plan.ir import Action, Program
 from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS, SYNC_OPS, TABLE
 from megatron.fold3d.plan.waits import Waits
-from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, within
 from megatron.fold3d.runtime.trace.recorder import Recorder
 
 _SUMS = SYNC_OPS - GATHER_OPS
@@ -29,22 +30,19 @@ class RecordedActions(Feature):
             return {}
         awaited = dict(_awaited(iteration.program))
 
-        def recorded(handler: Handler) -> Handler:
-            def record(action: Action) -> None:
-                recorder.running = action
+        @contextmanager
+        def recorded(action: Action) -> Iterator[None]:
+            recorder.running = action
+            with ExitStack() as span:
                 if action.op in COMPUTE_OPS:
-                    with recorder.span(action, "compute"):
-                        handler(action)
+                    span.enter_context(recorder.span(action, "compute"))
                 elif action in awaited:
-                    with recorder.span(f"wait {awaited[action]}", "wait"):
-                        handler(action)
-                else:
-                    handler(action)
-                recorder.running = None
+                    span.enter_context(recorder.span(f"wait {awaited[action]}", "wait"))
+                yield
+            recorder.running = None
 
-            return record
-
-        return {op: recorded(inner[op]) for op in COMPUTE_OPS | GATHER_OPS | _WAIT_FOR_SUMS}
+        recorded_ops = COMPUTE_OPS | GATHER_OPS | _WAIT_FOR_SUMS
+        return {op: within(recorded, inner[op]) for op in recorded_ops}
 
 
 def _awaited(program: Program) -> Iterator[tuple[Action, Action]]:

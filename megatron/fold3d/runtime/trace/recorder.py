@@ -6,13 +6,20 @@ iteration runs. Times are read when a later iteration begins, once the device ha
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from megatron.fold3d.observe.trace_files import Event, IterationTrace
-from megatron.fold3d.runtime.device import Clock, Launched, Mark, peak_device_bytes, peak_host_bytes
+from megatron.fold3d.runtime.device import (
+    Launched,
+    Mark,
+    call_when_done,
+    mark_now,
+    peak_device_bytes,
+    peak_host_bytes,
+)
 from megatron.fold3d.runtime.events import Events, no_end
 
 WARM_UP = 3  # iterations in which a run still allocates, connects and compiles
@@ -53,7 +60,6 @@ class Recorder(Events):
         deliver: Callable[[IterationTrace], None],
     ) -> None:
         self._device = device
-        self._clock = Clock(device)
         self._wants = wants
         self._deliver = deliver
         self._now: _Iteration | None = None
@@ -72,29 +78,25 @@ class Recorder(Events):
         if not self._wants(number):
             yield
             return
-        start = self._clock.mark()
+        start = mark_now(self._device)
         self._zero = self._zero or (start, time.time())
         self._now = now = _Iteration(number, start)
         try:
             yield
         finally:
-            now.end = self._clock.mark()
+            now.end = mark_now(self._device)
             self._waiting.append(now)
             self._now = None
-
-    def span(self, name: object, kind: str) -> AbstractContextManager[None]:
-        """Return a context that records its block, as `Events.span` says."""
-        return self._span(name, kind) if self.is_on else super().span(name, kind)
 
     def open_span(self, name: object, kind: str) -> Callable[[], None]:
         """Begin an event, as `Events.open_span` says."""
         if self._now is None:
             return no_end
-        event = _Open(str(name), kind, self._clock.mark())
+        event = _Open(str(name), kind, mark_now(self._device))
         self._now.events.append(event)
 
         def end() -> None:
-            event.end = self._clock.mark()
+            event.end = mark_now(self._device)
 
         return end
 
@@ -113,13 +115,13 @@ class Recorder(Events):
         works = list(launch())
         if not works:
             end()
-        return no_end if self._clock.when_done(works, end) else end
+        return no_end if call_when_done(works, end, self._device) else end
 
     def flush(self) -> None:
         """Deliver the iterations whose events have all ended."""
         while self._waiting:
             ends = [self._waiting[0].end, *(event.end for event in self._waiting[0].events)]
-            if not all(end is not None and self._clock.has_passed(end) for end in ends):
+            if any(end is None or end.passed_s is None for end in ends):
                 return
             self._deliver(self._read(self._waiting.pop(0)))
 
@@ -129,25 +131,17 @@ class Recorder(Events):
             iteration.events = [event for event in iteration.events if event.end is not None]
         self.flush()
 
-    @contextmanager
-    def _span(self, name: object, kind: str) -> Iterator[None]:
-        end = self.open_span(name, kind)
-        try:
-            yield
-        finally:
-            end()
-
     def _read(self, iteration: _Iteration) -> IterationTrace:
         assert self._zero is not None
         zero, unix_s = self._zero
 
         def since_start_s(mark: Mark | None) -> float:
             assert mark is not None
-            return self._clock.seconds(iteration.start, mark)
+            return mark.after_s(iteration.start)
 
         return IterationTrace(
             iteration=iteration.number,
-            start_s=unix_s + self._clock.seconds(zero, iteration.start),
+            start_s=unix_s + iteration.start.after_s(zero),
             end_s=since_start_s(iteration.end),
             events=tuple(
                 Event(e.name, since_start_s(e.start), since_start_s(e.end), e.kind)

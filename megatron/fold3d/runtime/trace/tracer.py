@@ -52,14 +52,17 @@ class Tracer:
     @contextmanager
     def iteration(self, number: int, chunks: Sequence[Any]) -> Iterator[None]:
         """Record an iteration over this rank's model chunks, if it is wanted."""
-        if not self._stages:
-            self._stages = dict(self._find_stages(chunks))
+        self._stages = self._stages or {
+            bucket_group: self.stage(segment)
+            for segment, chunk in enumerate(chunks)
+            for bucket_group in bucket_groups(chunk)
+        }
         with self.recorder.iteration(number):
             yield
 
-    def stage_of(self, part: Any) -> int | None:
-        """Return the stage of a model chunk or of one of its bucket groups; None if unknown."""
-        return self._stages.get(part)
+    def stage_of(self, bucket_group: Any) -> int | None:
+        """Return the stage of a bucket group of this rank's; None if unknown."""
+        return self._stages.get(bucket_group)
 
     def stage(self, segment: int) -> int:
         """Return this rank's stage in a segment."""
@@ -135,9 +138,3 @@ class Tracer:
         if rank == 0:
             numbers = ", ".join(str(row.iteration) for row in self._recorded)
             logger.info("trace of iterations %s is in %s", numbers, self._folder)
-
-    def _find_stages(self, chunks: Sequence[Any]) -> Iterator[tuple[Any, int]]:
-        for segment, chunk in enumerate(chunks):
-            yield chunk, self.stage(segment)
-            for bucket_group in bucket_groups(chunk):
-                yield bucket_group, self.stage(segment)

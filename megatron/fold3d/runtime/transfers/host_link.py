@@ -22,7 +22,7 @@ from megatron.fold3d.plan.ir import Action, Op, Program
 from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, PEER, RECV_OPS, WAYS
 from megatron.fold3d.runtime.device import make_current
 from megatron.fold3d.runtime.offload.copies import Copies
-from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot, aligned
+from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, aligned
 from megatron.fold3d.runtime.transfers.p2p import make_groups
 
 _UNFINISHED_SENDS = 4  # a tensor more would wait; the verified plan runs with none unfinished
@@ -61,8 +61,9 @@ class HostLink:
         self.pool = PinnedPool(device)
         self._copies = Copies(device)
         self._arriving: dict[Action, _Staged] = {}
-        self._leaving: deque[tuple[Future[None], Slot]] = deque()
-        self._copying: deque[tuple[Any, torch.Tensor | Slot]] = deque()  # with what it uses
+        self._leaving: deque[tuple[Future[None], torch.Tensor]] = deque()  # with their slots
+        # Events of copies, with the tensor that is kept for each, or the slot that is free then.
+        self._copying: deque[tuple[Any, torch.Tensor | None, torch.Tensor | None]] = deque()
         self._sender = _Worker(device)
         self._fetcher = _Worker(device)
         self._fetches = Copies(device)
@@ -117,7 +118,7 @@ class HostLink:
         fetched = self._fetched.pop(action, None) or self._fetch(action)
         copied = fetched.copied.result(self._timeout_s)
         self._fetches.wait(copied)
-        self._copying.append((copied, fetched.slot))
+        self._copying.append((copied, None, fetched.slot))
         following = self._next.get(action)
         if following in self._arriving:
             self._fetched[following] = self._fetch(following)
@@ -134,7 +135,7 @@ class HostLink:
         staged = self._stage(tensor.shape, tensor.dtype)
         source = tensor.detach().contiguous()  # a batch of copies moves bytes as they lie
         copied = self._copies.to_host([staged.tensor], [source])
-        self._copying.append((copied, source))
+        self._copying.append((copied, source, None))
         group, peer = self._groups[action.op], self._peers[action.op]
 
         def deliver() -> None:
@@ -171,7 +172,7 @@ class HostLink:
         while (slot := self.pool.take(num_bytes)) is None:  # the host is far ahead of the device
             self._copying[0][0].synchronize()
             self._recycle()
-        return _Staged(slot, slot.memory[:num_bytes].view(dtype).view(tuple(shape)))
+        return _Staged(slot, slot[:num_bytes].view(dtype).view(tuple(shape)))
 
     def _finish_first(self) -> None:
         future, slot = self._leaving.popleft()
@@ -181,16 +182,16 @@ class HostLink:
     def _recycle(self) -> None:
         """Release the tensors and slots of copies that are done."""
         while self._copying and self._copies.is_over(self._copying[0][0]):
-            _, used = self._copying.popleft()
-            if isinstance(used, Slot):
-                self.pool.give_back(used)
+            _, _, slot = self._copying.popleft()
+            if slot is not None:
+                self.pool.give_back(slot)
 
 
 @dataclass(slots=True)
 class _Staged:
     """A tensor in a slot of host memory."""
 
-    slot: Slot
+    slot: torch.Tensor
     tensor: torch.Tensor
     work: dist.Work | None = None
     """The work of its receive, if it is being received."""
@@ -201,7 +202,7 @@ class _Fetched:
     """A tensor on the device, and the event of its copy once the copy has been started."""
 
     tensor: torch.Tensor
-    slot: Slot
+    slot: torch.Tensor
     copied: Future[Any]
 
 

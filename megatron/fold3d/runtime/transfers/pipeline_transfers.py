@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
-from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.ops import BACK, FORTH, RECV_OPS, SEND_OPS, WAYS, Way
 from megatron.fold3d.runtime.events import UNHEARD, Events
-from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
+from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.transfers.host_link import HostLink
@@ -49,9 +50,9 @@ class PipelineTransfers(Feature):
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return handlers of transfers, and wrappers that take inputs and announce sends."""
         recorder, ends = self._recorder, dict[Action, Callable[[], None]]()
-        run_forward, run_backward = inner[Op.FORWARD], inner[Op.BACKWARD]
-        last_stage = iteration.plan.num_stages - 1
-        deallocates = iteration.config.deallocate_pipeline_outputs
+        stages = range(iteration.plan.num_stages)
+        taken = {FORTH: iteration.inputs, BACK: iteration.output_grads}
+        computed = {FORTH.send: iteration.outputs, BACK.send: iteration.input_grads}
 
         def take(action: Action) -> torch.Tensor:
             with recorder.span(f"wait {action}", "wait"):
@@ -59,51 +60,36 @@ class PipelineTransfers(Feature):
             ends.pop(action)()
             return tensor
 
-        def send(action: Action, tensor: torch.Tensor) -> None:
-            recorder.open_span(action, "p2p")()  # nobody observes its end
-            self._link(action).send(action, tensor)
+        def computing(way: Way) -> Handler:
+            def compute(action: Action) -> None:
+                stage, _, microbatch = action
+                if stage - way.step in stages:
+                    tensor = take(Action(stage, way.receive, microbatch))
+                    needs_grad = iteration.trains and way is FORTH
+                    taken[way][stage, microbatch] = tensor.requires_grad_(needs_grad)
+                if stage + way.step in stages:
+                    sent = Action(stage, way.send, microbatch)
+                    self._link(sent).announce(sent)
+                inner[way.compute](action)
 
-        def forward(action: Action) -> None:
-            stage, _, microbatch = action
-            if stage > 0:
-                tensor = take(Action(stage, Op.RECV_F, microbatch))
-                iteration.inputs[stage, microbatch] = tensor.requires_grad_(iteration.trains)
-            if stage < last_stage:
-                sent = Action(stage, Op.SEND_F, microbatch)
-                self._link(sent).announce(sent)
-            run_forward(action)
-
-        def backward(action: Action) -> None:
-            stage, _, microbatch = action
-            if stage < last_stage:
-                received = Action(stage, Op.RECV_B, microbatch)
-                iteration.output_grads[stage, microbatch] = take(received)
-            if stage > 0:
-                sent = Action(stage, Op.SEND_B, microbatch)
-                self._link(sent).announce(sent)
-            run_backward(action)
+            return compute
 
         def post(action: Action) -> None:
             ends[action] = recorder.open_span(action, "p2p")
             shape, dtype = iteration.shapes[action.op], iteration.config.pipeline_dtype
             self._link(action).post(action, shape, dtype)
 
-        def send_output(action: Action) -> None:
-            output = iteration.outputs.pop((action.stage, action.microbatch))
-            send(action, output)
-            if iteration.trains:
-                deallocate_output_tensor(output, deallocates)
-
-        def send_input_grad(action: Action) -> None:
-            send(action, iteration.input_grads.pop((action.stage, action.microbatch)))
+        def send(action: Action) -> None:
+            recorder.open_span(action, "p2p")()  # nobody observes its end
+            tensor = computed[action.op].pop((action.stage, action.microbatch))
+            self._link(action).send(action, tensor)
+            if iteration.trains and action.op is FORTH.send:
+                deallocate_output_tensor(tensor, iteration.config.deallocate_pipeline_outputs)
 
         return {
-            Op.FORWARD: forward,
-            Op.BACKWARD: backward,
-            Op.RECV_F: post,
-            Op.RECV_B: post,
-            Op.SEND_F: send_output,
-            Op.SEND_B: send_input_grad,
+            **{way.compute: computing(way) for way in WAYS},
+            **dict.fromkeys(RECV_OPS, post),
+            **dict.fromkeys(SEND_OPS, send),
         }
 
     def drain(self, iteration: Iteration) -> None:

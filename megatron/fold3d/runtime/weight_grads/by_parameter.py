@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Program
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.policy.shard_order import in_turns
-from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key, within
 from megatron.fold3d.runtime.grad_sync.stage_gradients import spread
 
 
@@ -71,7 +71,7 @@ class SplitBackwards[Item](Feature, ABC):
     def __init__(self) -> None:
         self._chunks: Mapping[int, torch.nn.Module] = {}  # by stage, those that are split
         self._kept: dict[Key, list[Item]] = {}
-        self._ends: dict[int, list[int]] = {}  # by stage, of the W: actions
+        self._program: Program = ()
         self._parts: dict[int, deque[list[tuple[Item, bool]]]] = {}  # that they compute
         self._unfinished: dict[int, set[torch.Tensor]] = {}
 
@@ -82,22 +82,18 @@ class SplitBackwards[Item](Feature, ABC):
         before, self._chunks = self._chunks, {s: iteration.chunks[s // num_ranks] for s in stages}
         if before.keys() != self._chunks.keys():
             self.choose(self._chunks)
-        self._ends, self._parts = {}, {}
-        for action in iteration.program:
-            if action.op is Op.WEIGHT_PART:
-                self._ends.setdefault(action.stage, []).append(action.end)
+        self._program, self._parts = iteration.program, {}
         self._unfinished = iteration.unfinished
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handlers: a BACKWARD keeps operands, W and W: compute the gradients."""
-        stages, run_backward = split_stages(iteration.program), inner[Op.BACKWARD]
+        stages = split_stages(iteration.program)
 
-        def backward(action: Action) -> None:
-            with self.keeping(action) if action.stage in stages else nullcontext():
-                run_backward(action)
+        def kept(action: Action) -> AbstractContextManager[None]:
+            return self.keeping(action) if action.stage in stages else nullcontext()
 
         return {
-            Op.BACKWARD: backward,
+            Op.BACKWARD: within(kept, inner[Op.BACKWARD]),
             Op.WEIGHT: self.compute,
             Op.WEIGHT_PART: self.compute_part,
         }
@@ -145,10 +141,11 @@ class SplitBackwards[Item](Feature, ABC):
         keys = [key for key in self._kept if key[0] == stage]  # in the order of backwards
         items = [item for key in keys for item in self._kept.pop(key)]
         self._unfinished[stage] = {p for item in items for p in self._parameters(item)}
+        parts = (a for a in self._program if a.op is Op.WEIGHT_PART and a.stage == stage)
         return by_parameter(
             items,
             lambda item: self._parameters(item)[0],
             lambda item: sum(parameter.numel() for parameter in self._parameters(item)),
-            self._ends[stage],
+            [action.end for action in parts],
             lambda item: spread(self._chunks[stage], frozenset(self._parameters(item))),
         )

@@ -15,6 +15,7 @@ not split its backwards, so that sums are equal bit for bit.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,14 +61,14 @@ class EngineWeightGrads(SplitBackwards[Any]):
         Args:
             chunks: the model chunk of each stage whose weight gradients are delayed.
         """
-        for module in _all(self.modules):
+        for module in chain.from_iterable(self.modules.values()):
             module.wgrad_store = type(module.wgrad_store)(delay_wgrad_compute=False)
         self.modules = {stage: list(_splittable(chunk)) for stage, chunk in chunks.items()}
-        for module in _all(self.modules):
+        for module in chain.from_iterable(self.modules.values()):
             module.wgrad_store = type(module.wgrad_store)(delay_wgrad_compute=True)
         self._delayed = frozenset(
             parameter
-            for module in _all(self.modules)
+            for module in chain.from_iterable(self.modules.values())
             for parameter in module.parameters(recurse=False)
         )
 
@@ -130,10 +131,6 @@ def _splittable(chunk: torch.nn.Module) -> Iterator[Any]:
         if getattr(module, "wgrad_store", None) is not None
     }
     yield from reversed(found)
-
-
-def _all(modules: Mapping[int, list[Any]]) -> Iterator[Any]:
-    return (module for of_stage in modules.values() for module in of_stage)
 
 
 def _num_stored(module: Any) -> int:
