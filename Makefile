@@ -22,7 +22,7 @@ demo: venv  ## three runs on slow links: stock's default, the strongest stock, -
 quick: venv  ## run the tests that take little time and start no other process; about a minute
 	@.venv/bin/python -m pytest -q -n 2 --dist loadfile -m "not (gloo or processes or gpu or search or slow)" $(ARGS)
 
-test: venv  ## run all tests: about 40 minutes on two cores
+test: venv  ## run all tests: half an hour on two cores
 	@scripts/test.sh $(ARGS)
 
 stress: venv  ## fuzz against stock for STRESS_MINUTES, soak with faults and restarts

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# All tests: those that start no process and those that start ranks alone, on both cores; then the
-# others, one after the other, as they measure time or share the machine's ports and networks.
+# All tests, on both cores; then, one after the other, those that measure how long something takes.
 # Arguments are pytest's, and then it is run once: scripts/test.sh tests/plan -k deadlock
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +10,7 @@ if (($#)); then
     exec .venv/bin/python -m pytest "$@"
 fi
 failed=0
-.venv/bin/python -m pytest -q -n 2 --dist loadfile -m "not (gloo or processes)" || failed=1
-.venv/bin/python -m pytest -q -n 2 --dist loadfile -m "gloo and not processes" || failed=1
-.venv/bin/python -m pytest -q -m processes || failed=1
+.venv/bin/python -m pytest -q -n 2 --dist loadfile -m "not alone" || failed=1
+mapfile -t measuring < <(grep -rl --include="test_*.py" "mark\.alone" tests)
+.venv/bin/python -m pytest -q -m alone "${measuring[@]}" || failed=1
 exit $failed

@@ -100,7 +100,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         (f"{SEARCH} --model gpt3-18b --cluster a100x8000000", "give 1000000 at most"),
         (f"{SEARCH} --model 99999-64-4 --cluster a100x8", "found num_layers=99999; give 10000"),
         pytest.param(
-            f"{SEARCH} --model gpt-1t --cluster v100x8",
+            f"{SEARCH} --model gpt3-18b --cluster v100x8",
             "does not fit on v100x8: the smallest",
             marks=pytest.mark.search,
         ),

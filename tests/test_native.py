@@ -21,6 +21,7 @@ def test_scheduler_keeps_its_promises_without_races_or_leaks(sanitizer: str, tmp
     assert done.stdout.count(": ok") == 25
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
 def test_a_slice_that_was_held_back_starts_within_a_tenth_of_a_millisecond(tmp_path: Path):
     make = ["make", "-s", "-C", CSRC, "wake", f"OUT={tmp_path}"]

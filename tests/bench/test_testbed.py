@@ -182,6 +182,7 @@ def test_a_missing_command_is_named_with_its_package(monkeypatch, tmp_path, caps
 
 
 @pytest.mark.processes
+@pytest.mark.alone
 def test_the_link_has_the_rate_asked_for_and_its_bytes_are_counted(bed, tmp_path):
     before = bed.traffic()
     ranks = bed.start([sys.executable, "-c", TRANSFER], tmp_path)

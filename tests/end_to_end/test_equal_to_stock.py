@@ -2,6 +2,7 @@
 
 The two runs of a row have the same model, data and model chunks; they differ in who decides the
 order. All rows train four iterations, evaluate after the third and the last, and clip gradients.
+Unless a row says otherwise its model has a layer for each stage, and four at least.
 """
 
 import functools
@@ -20,7 +21,7 @@ from tests.end_to_end.training import Record, differences, marked, train, train_
 pytestmark = pytest.mark.gloo
 
 MODEL = (
-    "--device cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--device cpu --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1 "
     "--lr 1e-2 --eval-iters 1 --eval-interval 3"
@@ -73,6 +74,7 @@ class Row:
     def command(self, scheduled: str) -> tuple[str, ...]:
         parallel = {"pipeline": self.pp, "tensor": self.tp}
         flags = [f"--{kind}-model-parallel-size {size}" for kind, size in parallel.items()]
+        flags.append(f"--num-layers {max(4, self.pp * self.segments)}")
         if self.cp > 1:
             flags.append(f"--context-parallel-size {self.cp}")
         if "--pipeline-model-parallel-layout" not in self.flags:
@@ -103,6 +105,7 @@ SLICED = """\
 1STEP
 """
 SELECTIVE = "--recompute-granularity selective"
+TWO_LAYERS = "--num-layers 8"  # in each of four stages
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 UNTIED = "--untie-embeddings-and-output-weights"
 EXPERTS = (
@@ -128,7 +131,7 @@ ROWS = (
     Row(segments=2),
     Row(segments=2, ours="--schedule afab", repeats=True),
     Row(segments=2, ours="--schedule interleaved"),
-    Row(segments=2, ours="--schedule breadth-first", repeats=True),
+    Row(segments=2, ours="--schedule breadth-first"),
     Row(
         name="of fold3d plan",
         segments=2,
@@ -259,6 +262,7 @@ ROWS = (
         dp=2,
         flags=f"--overlap-grad-reduce {FP16} {BUCKETS} --calculate-per-token-loss",
         ours="--schedule aiao:wgrad=behind",
+        repeats=True,
     ),
     Row(  # what RMSNorm returns has strides with which not every matmul is folded
         name="RMSNorm, swiglu, rope",
@@ -296,7 +300,7 @@ ROWS = (
     Row(
         segments=2,
         dp=2,
-        flags=f"{OVERLAP} --bf16 {FULL} block",
+        flags=f"{OVERLAP} --bf16 {FULL} block {TWO_LAYERS}",
         ours="--schedule aiao:wgrad=last@1:recompute=early",
     ),
     Row(
@@ -311,7 +315,7 @@ ROWS = (
     # A number of recomputed layers for each stage.
     Row(
         segments=2,
-        flags=DROPOUT,
+        flags=f"{DROPOUT} {TWO_LAYERS}",
         ours="--schedule aiao:recompute=early --recompute-layers 2,0,1,0",
         stock=ONE_GROUP,
     ),
@@ -376,7 +380,6 @@ ROWS = (
         name="all of Merak, overlapped",
         tp=2,
         segments=4,
-        m=6,
         flags=f"--sequence-parallel --bf16 {OVERLAP}",
         ours=f"--schedule aiao:recompute=early{PAIRS} --recompute-layers 1,0,1,0,1,1,0,1",
         stock=ONE_GROUP,
@@ -417,7 +420,12 @@ ROWS = (
     ),
     # Sizes.
     *(
-        Row(name="segments said otherwise", segments=2, ours=f"--schedule aiao {flag} 2")
+        Row(
+            name="segments said otherwise",
+            segments=2,
+            flags=TWO_LAYERS,
+            ours=f"--schedule aiao {flag} 2",
+        )
         for flag in (
             "--num-virtual-stages-per-pipeline-rank",
             "--num-layers-per-virtual-pipeline-stage",
@@ -426,7 +434,7 @@ ROWS = (
     Row(name="no pipeline", pp=1, repeats=True),
     Row(name="no pipeline", pp=1, dp=2, m=3, flags=OVERLAP, ours="--schedule 1f1b"),
     Row(name="three segments", repeats=True, segments=3, m=2, flags="--num-layers 6"),
-    Row(name="four segments, one group", segments=4, m=5, stock=ONE_GROUP),
+    Row(name="four segments, one group", segments=4, m=5, stock=ONE_GROUP, repeats=True),
     Row(name="one group", pp=4, segments=2, m=6, stock=ONE_GROUP, repeats=True),
     Row(
         name="uneven groups",
@@ -494,7 +502,7 @@ ROWS = (
         repeats=True,
     ),
     Row(name="distributed optimizer", segments=2, dp=2, flags=ZERO, repeats=True),
-    Row(name="all overlapped", segments=2, dp=2, flags=OVERLAP),
+    Row(name="all overlapped", segments=2, dp=2, flags=OVERLAP, repeats=True),
     Row(
         name="all overlapped",
         segments=2,
@@ -632,6 +640,7 @@ ROWS = (
         tp=2,
         flags=f"--sequence-parallel --bf16 {SELECTIVE} {UNTIED}",
         ours="--schedule breadth-first",
+        repeats=True,
     ),
     Row(
         name="full recompute of shared activations",
@@ -653,6 +662,7 @@ ROWS = (
         name="experts of two context-parallel ranks",
         segments=2,
         cp=2,
+        m=2,
         flags=f"{EXPERTS} --moe-token-dispatcher-type alltoall {EP} --calculate-per-token-loss "
         f"--bf16 {SELECTIVE}",
     ),
@@ -671,7 +681,7 @@ ROWS = (
         repeats=True,
     ),
     Row(name="full recompute, block", segments=2, flags=f"{FULL} block --bf16", repeats=True),
-    Row(name="bf16", pp=4, segments=2, flags="--bf16"),
+    Row(name="bf16", pp=4, segments=2, flags="--bf16", repeats=True),
     Row(
         name="fp16 with loss scaling",
         segments=2,
@@ -693,18 +703,18 @@ ROWS = (
         name="uneven layers",
         repeats=True,
         segments=2,
-        flags="--decoder-first-pipeline-num-layers 2",
+        flags=f"{TWO_LAYERS} --decoder-first-pipeline-num-layers 2",
     ),
     Row(
         name="uneven layers at the end",
         segments=2,
-        flags="--decoder-last-pipeline-num-layers 2",
+        flags=f"{TWO_LAYERS} --decoder-last-pipeline-num-layers 2",
         repeats=True,
     ),
     Row(
         name="layout",
         segments=2,
-        flags="--pipeline-model-parallel-layout Et|ttt|tt|ttL",
+        flags=f"{TWO_LAYERS} --pipeline-model-parallel-layout Et|ttt|tt|ttL",
     ),
     Row(
         name="embedding and loss count as layers",
@@ -717,6 +727,7 @@ ROWS = (
         name="llama",
         segments=2,
         dp=2,
+        m=2,
         flags="--swiglu --normalization RMSNorm --position-embedding-type rope "
         f"--group-query-attention --num-query-groups 2 --disable-bias-linear {UNTIED} {OVERLAP}",
     ),
@@ -731,6 +742,7 @@ ROWS = (
         name="experts of two ranks, all overlapped",
         segments=2,
         dp=2,
+        m=2,
         flags=f"{EXPERTS} --moe-token-dispatcher-type alltoall {EP} {OVERLAP}",
     ),
     Row(
@@ -752,6 +764,7 @@ ROWS = (
         name="multi-latent attention",
         segments=2,
         tp=2,
+        m=2,
         flags="--sequence-parallel --multi-latent-attention --qk-layernorm --q-lora-rank 8 "
         "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6",
     ),
@@ -763,6 +776,7 @@ ROWS = (
         flags=f"{DROPOUT} {FULL} uniform",
         ours="--schedule afab",
         stock=ONE_GROUP,
+        repeats=True,
     ),
     Row(name="dropout", segments=2, flags=DROPOUT, ours="--schedule interleaved", repeats=True),
     Row(name="dropout", pp=4, m=6, flags=DROPOUT, ours="--schedule afab", repeats=True),

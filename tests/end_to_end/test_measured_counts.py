@@ -16,7 +16,7 @@ AUTO = "--recompute-layers auto --activation-memory-bytes"
 ROWS = (
     Row(
         segments=2,
-        flags=DROPOUT,
+        flags=f"{DROPOUT} --num-layers 8",
         ours=f"--schedule aiao:recompute=early@0 {AUTO} 260000",
         stock=ONE_GROUP,
     ),
@@ -24,7 +24,7 @@ ROWS = (
         name="sequence parallel",
         tp=2,
         m=2,
-        flags="--sequence-parallel --bf16",
+        flags="--sequence-parallel --bf16 --num-layers 8",
         ours=f"--schedule 1f1b {AUTO} 60000",
     ),
 )

@@ -23,7 +23,7 @@ from tests.end_to_end.training import (
 pytestmark = pytest.mark.gloo
 
 MODEL = (
-    "--device cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--device cpu --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1 "
     "--lr 1e-2 --eval-iters 1 --eval-interval 3 --train-iters 4 --lr-decay-iters 10 "
@@ -74,6 +74,7 @@ class Row:
         tensors = f"--tensor-model-parallel-size {self.tp}"
         if self.tp > 1:
             tensors += " --sequence-parallel"
+        tensors += f" --num-layers {4 if '--segments 1' in self.ours else 8}"
         line = f"{MODEL} {tensors} --global-batch-size {2 * self.m} {self.flags} {ours}"
         return tuple(shlex.split(line))
 
@@ -99,9 +100,9 @@ ROWS = (
     Row(f"{AUX} --bf16 --overlap-grad-reduce", m=5, repeats=True),
     Row(f"{AUX} --moe-expert-capacity-factor 1.0", ours=ONE, repeats=True),
     Row(f"{AUX} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", repeats=True),
-    Row(f"{AUX} --expert-tensor-parallel-size 1", tp=2),
+    Row(f"{AUX} --expert-tensor-parallel-size 1", tp=2, m=2, repeats=True),
     # Outputs that are computed again; modules that stand in for Transformer Engine's.
-    Row(f"{AUX} {OUTPUTS} --expert-tensor-parallel-size 1", tp=2),
+    Row(f"{AUX} {OUTPUTS} --expert-tensor-parallel-size 1", tp=2, m=2),
     Row(f"{AUX} {OUTPUTS} moe_act {SHARED} {ENGINE}"),
     # Carried steps, copies to the host and split backwards beside pairs.
     Row(
@@ -110,7 +111,7 @@ ROWS = (
         repeats=True,
     ),
     Row(f"{AUX} {OVERLAP} --clip-grad 9", ours=f"--segments 4 --schedule aiao{PAIRS}:step=next"),
-    Row(AUX, ours=f"{AIAO} --offload-activations on", m=5),
+    Row(AUX, ours=f"{AIAO} --offload-activations on", m=5, repeats=True),
     Row(
         f"{AUX} {FULL} --overlap-grad-reduce",
         ours=f"{AIAO}:step=next:share=1 --offload-activations on",

@@ -328,7 +328,13 @@ def test_bytes_are_those_that_the_plan_predicts(
 
 
 @pytest.mark.parametrize(
-    ("saves", "resumes"), [(GRADIENTS, STOCK), (STOCK, GRADIENTS), (AIAO, STOCK), (STOCK, AIAO)]
+    ("saves", "resumes"),
+    [
+        (GRADIENTS, STOCK),
+        (STOCK, GRADIENTS),
+        pytest.param(AIAO, STOCK, marks=pytest.mark.stress),
+        pytest.param(STOCK, AIAO, marks=pytest.mark.stress),
+    ],
 )
 def test_checkpoints_are_those_of_stock(saves: str, resumes: str, tmp_path: Path) -> None:
     row = SAVED

@@ -31,7 +31,7 @@ ROWS = (
     ("--bf16 --use-distributed-optimizer --overlap-param-gather", PREEMPTS),
     ("--clip-grad 0", f"{PREEMPTS}:step=next:share=0.5"),
     (
-        "--clip-grad 0 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--clip-grad 0 --tensor-model-parallel-size 2 --sequence-parallel --num-layers 4",
         f"{PREEMPTS}:step=next:share=0.5:wgrad=last",
     ),
     (

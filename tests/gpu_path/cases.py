@@ -197,8 +197,7 @@ def wrong(
         )
     except RankError as error:
         return [str(error)]
-    stock = _stock(case.num_ranks, case.command("--schedule stock"))
-    return differences(*comparable(records, stock))
+    return differences(*comparable(records, stock_of(case)))
 
 
 def found_by(mutation: Mutation, folder: object) -> list[str]:
@@ -226,8 +225,13 @@ def _reaching(mutation: Mutation) -> tuple[Case, Late]:
     return _BY_FLAGS[mutation.flags], Late(delays=delays, num_queues=mutation.num_queues)
 
 
+def stock_of(case: Case) -> list[Record]:
+    """Return what stock's run records; cases with the same command share it."""
+    return _trained(case.num_ranks, case.command("--schedule stock"))
+
+
 @functools.cache
-def _stock(num_ranks: int, argv: Sequence[str]) -> list[Record]:
+def _trained(num_ranks: int, argv: Sequence[str]) -> list[Record]:
     records: list[Record] = run_distributed(train, num_ranks, argv)
     return records
 

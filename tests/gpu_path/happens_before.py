@@ -9,6 +9,7 @@ A hardware queue orders only when items start, so it orders no uses. Memory that
 written by the stream that owns it, whose next operator may get it.
 """
 
+import functools
 import sys
 import threading
 from collections.abc import Iterable
@@ -51,12 +52,7 @@ class Bytes:
         return cls(storage, start, start + (last + 1) * size)
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
-    start: int
-    end: int
-    stream: int
-    writes: bool
+_Use = tuple[int, int, bool]  # start, end, whether it writes
 
 
 @dataclass(slots=True)
@@ -64,7 +60,7 @@ class _Allocation:
     """The last use of each range by each stream: what is ordered behind it is behind all before."""
 
     weak: int | None = None  # of a storage that torch frees
-    uses: dict[_Use, tuple[int, str]] = field(default_factory=dict)
+    uses: dict[int, dict[_Use, tuple[int, str]]] = field(default_factory=dict)  # by stream
 
 
 class HappensBefore:
@@ -146,19 +142,19 @@ class HappensBefore:
         """
         with self._lock:
             for used in ranges:
-                allocation = self._allocations.setdefault(used.storage, _Allocation())
-                for earlier, (number, label) in [*allocation.uses.items()]:
-                    if earlier.stream == stream or not (writes or earlier.writes):
+                allocation = self._allocations.get(used.storage)
+                if allocation is None:
+                    allocation = self._allocations[used.storage] = _Allocation()
+                for other, uses in [*allocation.uses.items()]:
+                    if other == stream:
                         continue
-                    if earlier.end <= used.start or used.end <= earlier.start:
-                        continue
-                    known = max(
-                        self._host.get(earlier.stream, -1), (behind or {}).get(earlier.stream, -1)
-                    )
-                    if number > known:
-                        self._note(earlier, label, stream, writes, what)
-                use = _Use(used.start, used.end, stream, writes)
-                allocation.uses[use] = index, what
+                    known = max(self._host.get(other, -1), (behind or {}).get(other, -1))
+                    for (start, end, wrote), (number, label) in [*uses.items()]:
+                        is_apart = end <= used.start or used.end <= start
+                        if number > known and (writes or wrote) and not is_apart:
+                            self._note(other, wrote, label, stream, writes, what)
+                own = allocation.uses.setdefault(stream, {})
+                own[used.start, used.end, writes] = index, what
 
     def forget_if_freed(self, tensor: torch.Tensor) -> None:
         """Drop the uses of memory that torch itself has freed, and perhaps given out again."""
@@ -183,11 +179,13 @@ class HappensBefore:
         if self.races:
             raise RaceError("nothing orders\n" + "\n".join(self.races))
 
-    def _note(self, earlier: _Use, label: str, stream: int, writes: bool, what: str) -> None:
+    def _note(
+        self, other: int, wrote: bool, label: str, stream: int, writes: bool, what: str
+    ) -> None:
         def verb(writes: bool) -> str:
             return "writes" if writes else "reads"
 
-        first = f"{label} {verb(earlier.writes)} on {self._name(earlier.stream)}"
+        first = f"{label} {verb(wrote)} on {self._name(other)}"
         second = f"{what} {verb(writes)} on {self._name(stream)}"
         self.races[f"  {first}  |  {second}"] = None
 
@@ -199,14 +197,18 @@ def caller() -> str:
     """Return the line of ours from which this is called, or an empty string."""
     frame = sys._getframe(1)
     for _ in range(40):
-        name = frame.f_code.co_filename
-        for place in _PLACES:
-            if place in name:
-                return f" at {name[name.index(place) :]}:{frame.f_lineno}"
+        if name := _within_ours(frame.f_code.co_filename):
+            return f" at {name}:{frame.f_lineno}"
         if frame.f_back is None:
             return ""
         frame = frame.f_back
     return ""
+
+
+@functools.cache
+def _within_ours(name: str) -> str:
+    found = [place for place in _PLACES if place in name]
+    return name[name.index(found[0]) :] if found else ""
 
 
 def innermost_of_ours() -> str:

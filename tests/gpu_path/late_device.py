@@ -66,6 +66,7 @@ class Item:
 
     def __init__(
         self,
+        queue: "HardwareQueue",
         run: Run | None,
         waits: Sequence["Item"],
         delay_s: float,
@@ -76,41 +77,40 @@ class Item:
         holds_queue: bool = False,
     ) -> None:
         self.label, self.launches, self.holds_queue = label, launches, holds_queue
-        self._run, self._waits, self._delay_s = run, waits, delay_s
+        self.queue, self.waits = queue, deque(waits)
+        self.is_asked_for, self.is_first, self.is_over = not is_lazy, False, False
         self.clock: Clock = {}
-        self._over, self._asked_for = threading.Event(), threading.Event()
-        if not is_lazy:
-            self._asked_for.set()
         self.ended_s = 0.0
         self.error: BaseException | None = None
+        self.blocks: list[HardwareQueue] = []  # whose first item waits for it
+        self._run, self._delay_s = run, delay_s
+        self._waiting: list[Any] = []  # locks of threads
 
     @property
-    def is_over(self) -> bool:
-        return self._over.is_set()
+    def is_only_a_mark(self) -> bool:
+        return self._run is None and not self._delay_s
 
     def ask_for(self) -> None:
         """Let it start, and what it waits for."""
-        asked = [self]
-        while asked:
-            item = asked.pop()
-            asked += [other for other in item._waits if not other._asked_for.is_set()]
-            item._asked_for.set()
+        starter = self.queue.starter
+        with starter.lock:
+            starter.ask_for(self)
+            starter.go_on()
 
     def wait(self) -> None:
-        self.ask_for()
-        if not self._over.wait(HANG_S):
-            raise HangError(f"waited for {self.label} for {HANG_S:.0f} s")
+        if not self.is_over:
+            over = threading.Lock()
+            over.acquire()
+            with self.queue.starter.lock:
+                if self.is_over:
+                    over.release()
+                else:
+                    self._waiting.append(over)
+                    self.ask_for()
+            if not over.acquire(timeout=HANG_S):
+                raise HangError(f"waited for {self.label} for {HANG_S:.0f} s")
         if self.error is not None:
             raise self.error
-
-    def wait_until_over(self) -> None:
-        self._over.wait(HANG_S)
-
-    def wait_until_ready(self) -> None:
-        self._asked_for.wait(IDLE_S)
-        for item in self._waits:
-            item.wait()
-        self._waits = ()
 
     def run(self) -> None:
         if self._delay_s:
@@ -119,28 +119,11 @@ class Item:
             self._run()
             self._run = None
 
-    def end(self, error: BaseException | None = None) -> None:
+    def end(self, error: BaseException | None) -> None:
         self.error, self.ended_s = error, time.perf_counter()
-        self._over.set()
-
-
-class Worker:
-    """A thread that runs calls in order."""
-
-    def __init__(self, name: str) -> None:
-        self._calls: deque[Run] = deque()
-        self._some = threading.Semaphore(0)
-        threading.Thread(target=self._loop, name=name, daemon=True).start()
-
-    def add(self, call: Run) -> None:
-        self._calls.append(call)
-        self._some.release()
-
-    def _loop(self) -> None:
-        torch.set_num_threads(1)
-        while True:
-            self._some.acquire()
-            self._calls.popleft()()
+        self.is_over = True
+        for over in self._waiting:
+            over.release()
 
 
 class HardwareQueue:
@@ -149,29 +132,178 @@ class HardwareQueue:
     ``host_stands`` is whether the host has stopped, now or the last time that it launched here.
     """
 
-    def __init__(self, name: str, limit: int) -> None:
-        self._worker, self._limit = Worker(name), limit
+    def __init__(self, starter: "Starter", limit: int) -> None:
+        self.starter, self._limit = starter, limit
         self.host_stands = False
+        self.items: deque[Item] = deque()  # that have not started
         self._waiting = 0  # launches
-        self._changed = threading.Condition()
+        self._held_by: Item | None = None
+        self._changed = threading.Condition(starter.lock)
 
-    def add(self, item: "Item", start: Run) -> None:
-        with self._changed:
+    def add(self, item: Item) -> None:
+        with self.starter.lock:
             self._waiting += item.launches
+            self.items.append(item)
+            if self.items[0] is item:
+                self.starter.go_on(self)
 
-        def started() -> None:
-            start()
-            with self._changed:
-                self._waiting -= item.launches
-                self._changed.notify_all()
-
-        self._worker.add(started)
+    def start_first(self) -> Item | None:
+        """Take the first item off, if it may start."""
+        if not self.items or (self._held_by is not None and not self._held_by.is_over):
+            return None
+        item, starter = self.items[0], self.starter
+        if not item.is_asked_for:
+            if not item.is_first:
+                item.is_first = True
+                starter.ask_later(item)
+            return None
+        while item.waits and item.error is None:
+            other = item.waits[0]
+            if not other.is_over:
+                starter.ask_for(other)
+                other.blocks.append(self)
+                return None
+            item.error = other.error
+            item.waits.popleft()
+        item.waits.clear()
+        self.items.popleft()
+        self._waiting -= item.launches
+        self._changed.notify_all()
+        if item.holds_queue:
+            self._held_by = item
+            item.blocks.append(self)
+        return item
 
     def wait_for_room(self) -> None:
         with self._changed:
             self.host_stands = self._waiting >= self._limit
             if not self._changed.wait_for(lambda: self._waiting < self._limit, STANDS_S):
                 raise HangError(f"{self._waiting} launches wait, and none starts: the host stands")
+
+
+class Starter:
+    """Starts the items of all queues as soon as they may, in as few threads as that takes.
+
+    A thread that has run an item goes on with what waited for it: to wake another costs more than
+    most items do.
+
+    Args:
+        lock: held wherever items change. Memory may be freed, and that launched, while it is held.
+    """
+
+    def __init__(self, lock: "threading.RLock") -> None:
+        self.lock = lock
+        self._queues: deque[HardwareQueue] = deque()  # whose first item may start now
+        self._started: deque[Item] = deque()
+        self._is_starting = False
+        self._idle: list[Worker] = []
+        self._lazy: deque[tuple[float, Item]] = deque()
+        self._some_are_lazy = threading.Semaphore(0)
+        self._has_clock = False
+
+    def go_on(self, *queues: HardwareQueue) -> None:
+        """Start what may start, in threads that have nothing to do."""
+        for item in self._start(*queues):
+            self._hand_over(item)
+
+    def ask_for(self, item: Item) -> None:
+        """Let an item start, and what it waits for, when the caller goes on."""
+        asked = [item]
+        while asked:
+            item = asked.pop()
+            asked += [other for other in item.waits if not other.is_asked_for]
+            if not item.is_asked_for:
+                item.is_asked_for = True
+                self._queues.append(item.queue)
+
+    def ask_later(self, item: Item) -> None:
+        """Let an item start after a while."""
+        self._lazy.append((time.monotonic() + IDLE_S, item))
+        self._some_are_lazy.release()
+        if not self._has_clock:
+            self._has_clock = True
+            threading.Thread(target=self._ask_in_time, name="idle items", daemon=True).start()
+
+    def run(self, item: Item) -> Item | None:
+        """Run an item; return one that may start behind it."""
+        error: BaseException | None = None
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                item.run()
+        except BaseException as caught:  # noqa: BLE001  (whoever waits for the item raises it)
+            error = caught
+        with self.lock:
+            self._end(item, error)
+            following, *others = [*self._start()] or [None]
+            for other in others:
+                self._hand_over(other)
+        return following
+
+    def has_none(self, worker: "Worker") -> None:
+        """Note that a thread has nothing to do."""
+        with self.lock:
+            self._idle.append(worker)
+
+    def _start(self, *queues: HardwareQueue) -> Iterator[Item]:
+        self._queues.extend(queues)
+        if not self._is_starting:  # else whoever does sees them
+            self._is_starting = True
+            while self._queues:
+                queue = self._queues.popleft()
+                while (item := queue.start_first()) is not None:
+                    if item.error is not None or item.is_only_a_mark:
+                        self._end(item, item.error)
+                    else:
+                        self._started.append(item)
+            self._is_starting = False
+        while self._started:
+            yield self._started.popleft()
+
+    def _end(self, item: Item, error: BaseException | None) -> None:
+        item.end(error)
+        self._queues.extend(item.blocks)
+        item.blocks.clear()
+
+    def _hand_over(self, item: Item) -> None:
+        if self._idle:
+            self._idle.pop().take(item)
+        else:
+            Worker(self, item)
+
+    def _ask_in_time(self) -> None:
+        while True:
+            self._some_are_lazy.acquire()
+            until_s, item = self._lazy.popleft()
+            if not item.is_asked_for:
+                time.sleep(max(0.0, until_s - time.monotonic()))
+            with self.lock:
+                if not item.is_asked_for:
+                    item.is_asked_for = True
+                    self.go_on(item.queue)
+
+
+class Worker:
+    """A thread that runs items."""
+
+    def __init__(self, starter: Starter, item: Item) -> None:
+        self._starter, self._item = starter, item
+        self._has_item = threading.Lock()
+        threading.Thread(target=self._loop, name="device", daemon=True).start()
+
+    def take(self, item: Item) -> None:
+        self._item = item
+        self._has_item.release()
+
+    def _loop(self) -> None:
+        torch.set_num_threads(1)
+        self._has_item.acquire()
+        while True:
+            item: Item | None = self._item
+            del self._item
+            while item is not None:
+                item = self._starter.run(item)
+            self._starter.has_none(self)
+            self._has_item.acquire()
 
 
 class Stream:
@@ -181,7 +313,6 @@ class Stream:
         self._device, self._name = device, name
         self.number = device.order.new_stream(name)
         self.launched = 0
-        self._worker = Worker(name)
         self.queue = queue or device.hardware_queue()
         device.streams.append(self)
         self.last: Item | None = None
@@ -216,6 +347,7 @@ class Stream:
             delay_s = device.delay_s(self) if run else 0.0
             waits = (*previous, *after)
             item = Item(
+                self.queue,
                 run,
                 waits,
                 delay_s,
@@ -228,28 +360,8 @@ class Stream:
             clocks = [other.clock for other in waits]
             item.clock = device.order.launched(self.number, self.launched, clocks)
             self.last = item
-            self.queue.add(item, functools.partial(self._start, item))
+            self.queue.add(item)
         return item
-
-    def _start(self, item: Item) -> None:
-        """Wait, in the hardware queue's thread, until the item may start; then start it."""
-        try:
-            item.wait_until_ready()
-        except BaseException as error:  # noqa: BLE001  (whoever waits for the item raises it)
-            item.end(error)
-            return
-        self._worker.add(functools.partial(self._run, item))
-        if item.holds_queue:
-            item.wait_until_over()
-
-    def _run(self, item: Item) -> None:
-        try:
-            with torch._C._AutoDispatchBelowAutograd():
-                item.run()
-        except BaseException as error:  # noqa: BLE001  (whoever waits for the item raises it)
-            item.end(error)
-        else:
-            item.end()
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         event = event or Event(self._device)
@@ -373,8 +485,8 @@ class LateDevice:
         self.delays = delays
         self.host_lock, self.launching = threading.RLock(), threading.RLock()
         self.order = HappensBefore(self.launching)
-        names = [f"hardware queue {number}" for number in range(num_queues)]
-        self._queues = [HardwareQueue(name, launches) for name in names]
+        self.starter = Starter(self.launching)
+        self._queues = [HardwareQueue(self.starter, launches) for _ in range(num_queues)]
         self._pools: dict[bool, list[Stream]] = {False: [], True: []}
         self._taken = {False: 0, True: 0}
         self._communication: dict[int, dict[int, str]] = {}  # by stream: what, by item

@@ -183,7 +183,7 @@ class LateGroup(dist.ProcessGroup):
     def _stream(self, name: str) -> Stream:
         device = self._late_device
         if self._on_host:  # gloo's threads: no hardware queue holds them up
-            return Stream(device, name, HardwareQueue(name, LAUNCHES))
+            return Stream(device, name, HardwareQueue(device.starter, LAUNCHES))
         return device.from_pool(name)
 
     def _collective(

@@ -58,11 +58,11 @@ class QueuedOperators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name in _NOW:
+        if func.is_view or name in _NOW:
             return func(*args, **kwargs)
         if name in _WAITS:
             self._device.note_host_wait()
-        flat, spec = tree_flatten((args, kwargs))
+        flat, spec = _flatten(args, kwargs)
         if any(isinstance(a, torch.Tensor) and a.device.type != "cpu" for a in flat):
             return func(*args, **kwargs)
         try:
@@ -86,13 +86,15 @@ class QueuedOperators(TorchDispatchMode):
 
     def _launch(self, func: Any, flat: list[Any], spec: Any, kind: Any) -> list[torch.Tensor]:
         lend = self._device.memory.lend
-        lent = [
-            lend(a) if isinstance(a, torch.Tensor) else functools.partial(_same, a) for a in flat
-        ]
+        read = [a for a in flat if isinstance(a, torch.Tensor)]
+        lent = [(i, lend(a)) for i, a in enumerate(flat) if isinstance(a, torch.Tensor)]
+        others = [None if isinstance(a, torch.Tensor) else a for a in flat]
         results: list[torch.Tensor] = []
 
         def call() -> Any:
-            args, kwargs = tree_unflatten([find() for find in lent], spec)
+            for place, find in lent:
+                others[place] = find()
+            args, kwargs = _unflatten(others, spec)
             return func(*args, **kwargs)
 
         if isinstance(kind, _InPlace):
@@ -102,12 +104,12 @@ class QueuedOperators(TorchDispatchMode):
             targets = [lend(result) for result in results]
 
             def run() -> None:
-                computed, _ = tree_flatten(call())
+                found = call()
+                computed = [found] if isinstance(found, torch.Tensor) else tree_flatten(found)[0]
                 for target, result in zip(targets, computed, strict=True):
                     target().copy_(result)
 
         name = func.overloadpacket.__name__
-        read = [a for a in flat if isinstance(a, torch.Tensor)]
         self._device.queue_operator(run, name, reads=read, writes=written)
         return results
 
@@ -146,20 +148,40 @@ class QueuedOperators(TorchDispatchMode):
         return result
 
 
-def _same(value: Any) -> Any:
-    return value
+def _flatten(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return what `tree_flatten` would; where nothing is nested, faster."""
+    values = (*args, *kwargs.values())
+    if any(isinstance(value, list | tuple | dict) for value in values):
+        return tree_flatten((args, kwargs))
+    return values, (len(args), *kwargs)
 
 
-def _written(func: Any, spec: Any, flat: list[Any]) -> list[torch.Tensor]:
+def _unflatten(values: Any, spec: Any) -> Any:
+    if isinstance(spec, tuple):
+        number, *names = spec
+        return values[:number], dict(zip(names, values[number:], strict=True))
+    return tree_unflatten(values, spec)
+
+
+def _written(func: Any, spec: Any, flat: Any) -> list[torch.Tensor]:
     """Return the arguments that an operator changes."""
-    args, kwargs = tree_unflatten(flat, spec)
+    args, kwargs = _unflatten(flat, spec)
     written = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found, _ = tree_flatten(value)
-            written += [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+    for place, name in _changed(func):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        found, _ = tree_flatten(value)
+        written += [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
     return written
+
+
+@functools.cache
+def _changed(func: Any) -> list[tuple[int, str]]:
+    """Return the places and names of the arguments that an operator changes."""
+    return [
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 class _InPlace:

@@ -19,6 +19,7 @@ import sys
 from dataclasses import replace
 from scripts import demo
 job = replace(demo.JOB, num_layers=4, hidden_size=64)
+demo.FORWARD_MS, demo.BACKWARD_MS = 4, 8
 sys.exit(demo.main(sys.argv[1:], job))
 """
 

@@ -7,7 +7,7 @@ import pytest
 from tests.stress.faults import FAULTS, FEATURES, draw, needs_root, problems
 
 SEED = "h"
-CASES = 5
+CASES = 3
 
 
 @pytest.mark.gloo

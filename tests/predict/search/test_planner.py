@@ -45,7 +45,7 @@ WITHOUT_PROGRESS = lambda done, all_: None  # noqa: E731
 def all_small(request):
     """Every candidate of a small search and some of their neighbours, simulated."""
     judge = _Judge(SMALL, SLOW, WITHOUT_PROGRESS)
-    chosen = list(candidates(SMALL, SLOW, 32, assumed=request.param))[:: 3 + len(request.param)]
+    chosen = list(candidates(SMALL, SLOW, 32, assumed=request.param))[:: 5 + len(request.param)]
     chosen += [n for c in chosen[::20] for n in neighbours(c, SMALL.num_layers, request.param)]
     return [(item, judge._simulate(item)) for item in map(judge.bounded, chosen)]
 
@@ -217,7 +217,7 @@ def test_on_the_papers_cluster_aiao_is_chosen():
 def test_the_best_is_found_even_if_only_one_is_listed():
     given = Given(tensor_parallel=8, num_ranks=4)
     network = cluster("a100x128-100g")
-    found = search(model_shape("gpt3-18b"), network, global_batch_size=256, top=1, given=given)
+    found = search(model_shape("gpt3-18b"), network, global_batch_size=128, top=1, given=given)
     assert found.best_stock is not None
     assert len(found.best) == 1
     assert found.best[0].iteration_s * (1 + WORTHWHILE) < found.best_stock.iteration_s
