@@ -22,11 +22,11 @@ def patches(baton: "Baton") -> tuple[Patch, Patch]:
     kept: tuple[list[Any], list[Any]] = [], []  # of each side, the innermost last
 
     def checkpoint(upstream: Callable[..., Any], self: Any, *args: Any) -> Any:
-        kept[baton.side].append(self)
+        kept[baton.side()].append(self)
         return upstream(self, *args)
 
     def discard(upstream: Callable[..., None], _: Any, hook_tensor: Any) -> None:
-        upstream(kept[baton.side].pop(), hook_tensor)
+        upstream(kept[baton.side()].pop(), hook_tensor)
 
     return (
         around(f"{_CLASS}.checkpoint", checkpoint),
