@@ -168,8 +168,8 @@ def of_check(job: Job, parser: ArgumentParser, cluster: Path) -> tuple[float, li
     batch = args.micro_batch_size * args.data_parallel_size
     check_schedule(config, args.global_batch_size // batch)
     run, order = planned(args, config, named_cluster(str(cluster)))
-    timeline = run.simulated(order).timeline
-    return timeline.period_s, run.peaks(order, timeline)
+    found = run.simulated(order)
+    return found.seconds, run.peaks(found)
 
 
 def of_simulate(words: Sequence[str], cluster: Path) -> tuple[float, list[float]]:
