@@ -24,16 +24,16 @@ def patch(delayed: "DelayedWeightGrads") -> Patch:
 
     def linear(
         upstream: Callable[..., Any],
-        x: "torch.Tensor",
+        input: "torch.Tensor",  # noqa: A002 - upstream's name, which a caller may give
         weight: "torch.Tensor",
         *args: Any,
         **named: Any,
     ) -> Any:
         if not delayed.concerns(weight):
-            return upstream(x, weight, *args, **named)
+            return upstream(input, weight, *args, **named)
         # Layers give all of these by name.
         of_ranks = named["allreduce_dgrad"], named["sequence_parallel"], named["tp_group"]
-        return delayed.linear(x, weight, named["bias"], Parallel(*of_ranks))
+        return delayed.linear(input, weight, named["bias"], Parallel(*of_ranks))
 
     module = "megatron.core.tensor_parallel"
     name = "linear_with_grad_accumulation_and_async_allreduce"

@@ -103,7 +103,11 @@ ROWS = (
     Row(f"{AUX} --expert-tensor-parallel-size 1", tp=2, m=2, repeats=True),
     # Outputs that are computed again; modules that stand in for Transformer Engine's.
     Row(f"{AUX} {OUTPUTS} --expert-tensor-parallel-size 1", tp=2, m=2),
-    Row(f"{AUX} {OUTPUTS} moe_act {SHARED} {ENGINE}"),
+    Row(f"{AUX} {OUTPUTS} moe_act {SHARED} {ENGINE}", repeats=True),
+    Row(
+        f"{AUX} {OUTPUTS} moe_act {SHARED} {ENGINE} --overlap-grad-reduce",
+        ours=f"{AIAO}:wgrad=last@1",
+    ),
     # Carried steps, copies to the host and split backwards beside pairs.
     Row(
         f"{AUX} --overlap-grad-reduce --clip-grad 0",

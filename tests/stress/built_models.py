@@ -252,9 +252,9 @@ def _by_words(job: Job, args: Namespace) -> Iterator[str]:
         for shape, *rest in (
             (
                 words.model(),
-                given.expert_tensor_parallel or tp,
+                given.rest.expert_tensor_parallel or tp,
                 words.args.expert_model_parallel_size,
-                given.small_gradients,
+                given.rest.small_gradients,
             ),
             (shape_of(args), *setup.expert_ranks, setup.small_gradients),
         )

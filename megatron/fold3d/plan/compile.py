@@ -1,7 +1,8 @@
 """The recipe: from a choice to the plan that runs.
 
 Executor, simulator, planner and commands all call `order_of` and `lower`, so that the plan that is
-simulated is the plan that runs. The passes that a choice needs run in this order:
+simulated is the plan that runs. Only the passes that a choice needs are imported. They run in this
+order:
 
 order ──> delay_weight_grads ──> recompute_early ──> add_param_gather or shard_params
 ──> add_offload ──> add_p2p ──> pair_microbatches ──> DP.sync ──> carry_grad_sync ──> gather_later
@@ -11,26 +12,18 @@ order ──> delay_weight_grads ──> recompute_early ──> add_param_gathe
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.ops import P2P_OPS, SUM_OPS, WEIGHT_OPS
-from megatron.fold3d.plan.passes.carried_grad_sync import carry_grad_sync, share_grad_sync
-from megatron.fold3d.plan.passes.early_grad_sync import reduce_early
-from megatron.fold3d.plan.passes.gather_later import gather_later
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
-from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
-from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs, pair_microbatches
-from megatron.fold3d.plan.passes.param_gather import add_param_gather
-from megatron.fold3d.plan.passes.recompute import recompute_early
-from megatron.fold3d.plan.passes.shard_grads import shard_grads
-from megatron.fold3d.plan.passes.shard_params import shard_params
-from megatron.fold3d.plan.passes.sliced_grad_sync import slice_grad_sync
-from megatron.fold3d.plan.passes.stock_grad_sync import aligned_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
+
+if TYPE_CHECKING:
+    from megatron.fold3d.plan.passes.offload import OffloadChoice
 
 GradSync = Literal["overlap", "serial", "aligned"]
 
@@ -94,6 +87,9 @@ def order_of(choice: Choice, num_ranks: int, num_microbatches: int) -> Plan:
 
     if not choice.pairs:
         return built(num_microbatches)
+
+    from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs
+
     return in_pairs(built(num_pairs(num_microbatches)), num_microbatches)
 
 
@@ -104,7 +100,7 @@ def lower(
     *,
     shares: Sequence[float] = (),
     forwards_before_gather: Mapping[int, int] | None = None,
-    offload: OffloadChoice | None = None,
+    offload: "OffloadChoice | None" = None,
 ) -> Plan:
     """Return the plan that runs: the order with the actions that the passes add.
 
@@ -129,18 +125,31 @@ def lower(
         plan = plan if has_weights else delay_weight_grads(plan, apart, behind)
     early_stages = choice.stages(ranks, recompute="early")
     if early_stages and not plan.has(Op.RECOMPUTE):
+        from megatron.fold3d.plan.passes.recompute import recompute_early
+
         plan = recompute_early(plan, early_stages, in_pairs=bool(choice.pairs))
     replicated = choice.stages(ranks, optimizer="replicated")
     if features.shards_params:
+        from megatron.fold3d.plan.passes.shard_params import shard_params
+
         plan = shard_params(plan)
     elif features.gathers_params:
+        from megatron.fold3d.plan.passes.param_gather import add_param_gather
+
         plan = add_param_gather(plan, replicated)
     if offload is not None and not plan.has(Op.OFFLOAD):
+        from megatron.fold3d.plan.passes.offload import add_offload
+
         plan = add_offload(plan, depth=offload.depth, at_most=offload.at_most)
     if features.transfers and plan.num_ranks > 1 and not plan.has(*P2P_OPS):
-        late, ahead = features.receives_late, features.receives_ahead
-        plan = add_p2p(plan, receives_late=late, receives_ahead=ahead)
+        plan = add_p2p(
+            plan,
+            receives_late=features.receives_late,
+            receives_ahead=features.receives_ahead,
+        )
     if choice.pairs:
+        from megatron.fold3d.plan.passes.pairs import pair_microbatches
+
         plan = pair_microbatches(plan)
     has_sums = plan.has(*SUM_OPS)
     is_cut = has_sums and any(
@@ -150,13 +159,21 @@ def lower(
         plan = _with_grad_sync(plan, replicated, features)
     carried = choice.stages(ranks, step="next")
     if carried:
+        from megatron.fold3d.plan.passes.carried_grad_sync import carry_grad_sync
+
         plan = carry_grad_sync(plan, carried)
     if forwards_before_gather:
+        from megatron.fold3d.plan.passes.gather_later import gather_later
+
         plan = gather_later(plan, forwards_before_gather)
     if choice.slices and not is_cut:
+        from megatron.fold3d.plan.passes.sliced_grad_sync import slice_grad_sync
+
         plan = slice_grad_sync(plan, shares or (1.0,) * plan.num_stages)
     elif not is_cut:
         if features.reduces_early and plan.has(Op.WEIGHT):
+            from megatron.fold3d.plan.passes.early_grad_sync import reduce_early
+
             is_sharded = features.steps_shards or features.gathers_params or features.shards_params
             early = {*choice.stages(ranks, wgrad="behind"), *_reduced_last(plan, carried, features)}
             if has_weights:  # where its weight gradients are, the order says
@@ -164,8 +181,12 @@ def lower(
                 early |= {stage for stage in whole if stage not in carried}
             plan = reduce_early(plan, early)
         if shares:
+            from megatron.fold3d.plan.passes.carried_grad_sync import share_grad_sync
+
             plan = share_grad_sync(plan, shares)
     if features.shards_grads:
+        from megatron.fold3d.plan.passes.shard_grads import shard_grads
+
         plan = shard_grads(plan)
     return plan
 
@@ -185,12 +206,14 @@ def _with_grad_sync(plan: Plan, replicated: Sequence[int], features: Features) -
     in_shards = {a.stage for program in plan.programs for a in program if a.op is Op.ALL_GATHER}
     if features.steps_shards and not in_shards:
         in_shards = {s for s in range(plan.num_stages) if s not in replicated}
-    passes = {
-        "overlap": add_grad_sync,
-        "serial": serial_grad_sync,
-        "aligned": aligned_grad_sync,
-    }
-    return passes[features.grad_sync](plan, in_shards)
+    if features.grad_sync == "overlap":
+        return add_grad_sync(plan, in_shards)
+
+    from megatron.fold3d.plan.passes import stock_grad_sync
+
+    if features.grad_sync == "serial":
+        return stock_grad_sync.serial_grad_sync(plan, in_shards)
+    return stock_grad_sync.aligned_grad_sync(plan, in_shards)
 
 
 def forward_only(plan: Plan) -> Plan:

@@ -189,8 +189,6 @@ class AutoSchedule(Feature):
             keeps_forwards=config.keeps_forwards,
             parameter_share=config.parameter_share,
             preemptive=config.preemptive_comm,
-            room=times.room_bytes,
-            sizes=times.other_shard_bytes,
             shard_shares=started_shares(num_layers, num_replicas),
         )
         own = search(features=config.features, free=config.free(num_replicas))

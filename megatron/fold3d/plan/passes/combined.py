@@ -12,19 +12,16 @@ Only Megatron runs this: the planner compares it with `passes.pairs`.
 from collections.abc import Iterator
 from itertools import pairwise
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.ir import Action, Op, Program, per_rank
 from megatron.fold3d.plan.schedules import alternate
 
 
-def one_more_ahead(order: Plan) -> Plan:
-    """Return an order of forwards and backwards with each backward one forward later."""
-
-    def later(program: Program) -> Iterator[Action]:
-        forwards = [action for action in program if action.op is Op.FORWARD]
-        backwards = [action for action in program if action.op is Op.BACKWARD]
-        return alternate(forwards, backwards, program.index(backwards[0]))
-
-    return order.lowered(later)
+@per_rank
+def one_more_ahead(program: Program) -> Iterator[Action]:
+    """Yield an order of forwards and backwards with each backward one forward later."""
+    forwards = [action for action in program if action.op is Op.FORWARD]
+    backwards = [action for action in program if action.op is Op.BACKWARD]
+    return alternate(forwards, backwards, program.index(backwards[0]))
 
 
 def combined(program: Program) -> Iterator[tuple[Action, Action]]:

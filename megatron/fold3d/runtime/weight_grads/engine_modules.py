@@ -40,7 +40,7 @@ class EngineWeightGrads(SplitBackwards[Any]):
         super().__init__()
         self.modules: dict[int, list[Any]] = {}
         self._delayed: frozenset[torch.Tensor] = frozenset()
-        self._in_backward = False
+        self._backwards = 0  # that are running: two of a pair
         self._put_off: dict[torch.Tensor, tuple[Hook, torch.Tensor | None]] = {}
 
     def prepare(self, iteration: Iteration) -> None:
@@ -77,11 +77,11 @@ class EngineWeightGrads(SplitBackwards[Any]):
         """Note which modules of a stage store operands in the backward inside the block."""
         modules = self.modules[backward.stage]
         before = [_num_stored(module) for module in modules]
-        self._in_backward = True
+        self._backwards += 1
         try:
             yield
         finally:
-            self._in_backward = False
+            self._backwards -= 1
         grown = [m for m, n in zip(modules, before, strict=True) if _num_stored(m) > n]
         self._kept[backward.stage, backward.microbatch] = grown
 
@@ -92,7 +92,7 @@ class EngineWeightGrads(SplitBackwards[Any]):
         Until then a weight's gradient from autograd is not valid: it is a dummy, with fused
         accumulation, or memory that the matmul has not written yet. A bias's may be valid.
         """
-        if not self._in_backward or parameter not in self._delayed:
+        if not self._backwards or parameter not in self._delayed:
             return False
         is_weight = parameter.dim() > 1
         if not is_weight and parameter.grad is not None:
