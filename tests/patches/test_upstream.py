@@ -17,6 +17,7 @@ from fold3d_patches.registry import Patch, apply
 from fold3d_patches.schedule import (
     backward_post_hook,
     checkpoint,
+    discarded_outputs,
     due_steps,
     embedding_grads,
     get_forward_backward_func,
@@ -66,6 +67,7 @@ PATCHES = (
     nccl_options.patch(3, 1),
     tensor_parallel_group.patch(Baton()),
     token_dispatcher.patch(Baton()),
+    *discarded_outputs.patches(Baton()),
     *unfused_layers.patches(),
     *cpu.patches(),
     spans.iteration(TRACER),
