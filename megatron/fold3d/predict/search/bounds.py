@@ -6,7 +6,6 @@ from functools import lru_cache
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.memory import Moment, fullest
-from megatron.fold3d.plan.passes.combined import one_more_ahead
 from megatron.fold3d.plan.passes.pairs import num_pairs
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change
@@ -218,7 +217,5 @@ def exact_bytes(candidate: Candidate, estimate: Estimate, above: float = 0.0) ->
 def _fullest(
     choice: Choice, ranks: int, microbatches: int, rank: int, combined: bool
 ) -> tuple[Moment, ...]:
-    order = plain_order(choice, ranks, microbatches)
-    if combined:
-        order = one_more_ahead(order)
+    order = plain_order(choice, ranks, microbatches, combined=combined)
     return fullest(order.programs[rank], ranks, len(choice.segments))

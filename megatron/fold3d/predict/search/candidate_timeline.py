@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.compile import Features, GradSync, lower, order_of
+from megatron.fold3d.plan.compile import Features, GradSync, lower
 from megatron.fold3d.plan.device_queues import CONNECTIONS, MOST_OUTSTANDING
 from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.plan.passes.combined import one_more_ahead
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.pairs import pair_microbatches
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
@@ -24,7 +23,7 @@ from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.judge import Judge, Simulated
+from megatron.fold3d.predict.search.judge import Judge, Simulated, plain_order
 from megatron.fold3d.predict.simulator.link import Device, Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
@@ -132,7 +131,7 @@ def judge_of(
         cuts_slices=is_sliced(candidate, estimate),
         held=held,
         fits=fits,
-        order=order or (_order_of(candidate) if candidate.combined else None),
+        order=order,
     )
 
 
@@ -256,8 +255,8 @@ def computed(candidate: Candidate) -> Plan:
 
 
 def _order_of(candidate: Candidate) -> Plan:
-    order = order_of(candidate.choice, candidate.num_ranks, candidate.num_microbatches)
-    return one_more_ahead(order) if candidate.combined else order
+    c = candidate
+    return plain_order(c.choice, c.num_ranks, c.num_microbatches, combined=c.combined)
 
 
 def _sends_waited_for(candidate: Candidate) -> frozenset[Op]:

@@ -14,6 +14,7 @@ from megatron.fold3d.plan.choice import Choice, Segment
 from megatron.fold3d.plan.compile import Features, lower, order_of
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.ops import WEIGHT_OPS
+from megatron.fold3d.plan.passes.combined import one_more_ahead
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes, StageTimes, placed_orders
 from megatron.fold3d.policy.predicted import Predicted
@@ -22,13 +23,26 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import PLAIN, Link
 from megatron.fold3d.predict.simulator.simulate import steady_state
 
-_order = lru_cache(maxsize=64)(order_of)
 
+def plain_order(
+    choice: Choice, num_ranks: int, num_microbatches: int, *, combined: bool = False
+) -> Plan:
+    """Return the order of a choice, with weight gradients in their backwards.
 
-def plain_order(choice: Choice, num_ranks: int, num_microbatches: int) -> Plan:
-    """Return the order of a choice, with weight gradients in their backwards."""
+    Args:
+        choice: the choice; what its segments do changes no order.
+        num_ranks: pipeline ranks.
+        num_microbatches: micro-batches of an iteration.
+        combined: as in `Link`.
+    """
     named = replace(choice, segments=(Segment(),) * len(choice.segments))
-    return _order(named, num_ranks, num_microbatches)
+    return _order(named, num_ranks, num_microbatches, combined)
+
+
+@lru_cache(maxsize=64)
+def _order(choice: Choice, num_ranks: int, num_microbatches: int, combined: bool) -> Plan:
+    order = order_of(choice, num_ranks, num_microbatches)
+    return one_more_ahead(order) if combined else order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +105,9 @@ class Judge:
     @property
     def plain_order(self) -> Plan:
         """The order of the choice, with weight gradients in their backwards."""
-        return self.order or plain_order(self.choice, self.num_ranks, self.num_microbatches)
+        return self.order or plain_order(
+            self.choice, self.num_ranks, self.num_microbatches, combined=self.link.combined
+        )
 
     @property
     def num_actions(self) -> int:
