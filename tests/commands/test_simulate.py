@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
+from megatron.fold3d.predict.simulator.costs import Costs
 
 SIMULATE = "simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
 
@@ -416,6 +418,22 @@ def test_pairs_that_cannot_be_simulated_are_refused(fold3d, line: str, message: 
     assert code == 2
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_stocks_own_overlap_hides_all_to_alls_and_needs_some(fold3d, tmp_path: Path):
+    line = "simulate --pp 2 --segments 2 --microbatches 4 --schedule stock"
+    flag = "-- --overlap-moe-expert-parallel-comm"
+    code, _, err = fold3d(f"{line} --seconds p2p=0.1 {flag}")
+    assert code == 2
+    assert "no all-to-all of experts in the costs: give --expert-model-parallel-size" in err
+    assert len(err.splitlines()) == 1
+    costs = tmp_path / "costs.json"
+    costs.write_text(replace(Costs.uniform(4), ep_sync_s=(0.5,) * 4).to_json())
+    plain, hidden = (
+        json.loads(fold3d(f"{line} --costs {costs} --json {more}")[1])["period_s"]
+        for more in ("", flag)
+    )
+    assert hidden < plain
 
 
 COUNTED = (

@@ -297,7 +297,7 @@ def _assumed(args: Namespace, words: Sequence[str]) -> Iterator[str]:
         for name, default in shared.items()
         if getattr(args, name) != default
     ]:
-        yield f"{' and '.join(fixed)} stay; no computation hides what these ranks exchange"
+        yield f"{' and '.join(fixed)} stay as they are"
 
 
 def _values(words: Sequence[str], flag: str) -> Iterator[str]:

@@ -179,6 +179,12 @@ def _check_costs(its: PredictedRun, said: Described) -> None:
             "pairs=on: there is no collective of a layer in the costs: give tp in --seconds, a "
             "model on a cluster, or tp_sync_s or ep_sync_s in --costs"
         )
+    if c.combined and not any(known.ep_sync_s):
+        raise ValueError(
+            "--overlap-moe-expert-parallel-comm: there is no all-to-all of experts in the costs: "
+            "give --expert-model-parallel-size above 1, a model with experts and a cluster, or "
+            "ep_sync_s in --costs"
+        )
     if c.preemptive and its.known.cuda_connections == 1:
         raise ValueError(
             "--preemptive-comm with --cuda-connections 1: in one queue nothing overtakes what was "

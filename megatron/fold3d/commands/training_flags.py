@@ -155,7 +155,7 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
             yield f"--num-virtual-stages-per-pipeline-rank {candidate.num_segments}"
         yield "--overlap-p2p-communication-warmup-flush"  # or only its steady state overlaps
     if candidate.combined:
-        yield "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
+        yield "--overlap-moe-expert-parallel-comm"
     if candidate.setup.num_replicas > 1:  # or no DP.sync starts before the last backward
         yield "--overlap-grad-reduce"
     if candidate.setup.distributed_optimizer:
@@ -166,8 +166,8 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         if candidate.setup.tensor_parallel > 1:
             yield "--transformer-impl local"
         yield "--attention-dropout 0 --hidden-dropout 0"
-        if candidate.setup.expert_parallel > 1:
-            yield "--moe-token-dispatcher-type alltoall"
+    if candidate.setup.expert_parallel > 1 and (candidate.combined or choice.pairs):
+        yield "--moe-token-dispatcher-type alltoall"
     if candidate.preemptive:
         yield "--preemptive-comm"
     if candidate.offload:
