@@ -17,14 +17,18 @@ def started(clock, messages, collectives=(), *, preemptive=True, work_s=1.0, **m
         ended.append((tag, clock.now_s))
 
     flows = [network.message(*pair, work_s, done, i) for i, pair in enumerate(messages)]
-    for flow in flows:
-        network.start_flow(flow)
+    start(network, flows)
     for nic in collectives:
         collective = network.collective(nic, work_s, done, f"sync {nic}")
-        flows += collective.flows
-        network.start_collective(collective)
+        flows += collective
+        start(network, collective)
     network.update_rates()
     return network, flows, ended
+
+
+def start(network, flows):
+    for flow in flows:
+        network.start_flow(flow)
 
 
 def load(flows: list[Flow], link: int) -> float:
@@ -79,7 +83,7 @@ def test_messages_slow_a_buffered_ring_down_in_their_own_direction(
     def done(tag):
         ended.append((tag, clock.now_s))
 
-    network.start_collective(network.collective(0, 4.0, done, "sync"))
+    start(network, network.collective(0, 4.0, done, "sync"))
     answer = network.message(1, 0, 1.0, done, "answer")
     clock.at(2.0, network.start_flow, answer)
     clock.run(between=network.update_rates)
@@ -92,9 +96,9 @@ def test_a_buffered_ring_that_was_stopped_goes_on_with_what_is_left_of_each_dire
     clock = SimulatedClock()
     network, _, ended = started(clock, [(0, 1)], preemptive=False, rings_are_buffered=True)
     ring = network.collective(0, 2.0, lambda tag: ended.append((tag, clock.now_s)), "sync")
-    network.start_collective(ring)
-    clock.at(2.5, lambda _: network.stop_collective(ring), None)
-    clock.at(4.0, lambda _: network.start_collective(ring), None)
+    start(network, ring)
+    clock.at(2.5, lambda _: [network.stop_flow(flow) for flow in ring], None)
+    clock.at(4.0, lambda _: start(network, ring), None)
     clock.run(between=network.update_rates)
     # At 2.5 s all has arrived, and half a second of what leaves is left.
     assert ended == [(0, 2.0), ("sync", 4.5)]
@@ -120,7 +124,7 @@ def test_collectives_take_what_messages_leave_of_links_between_switches():
     shared = (Use(0, 1),)
     flows = [network.message(0, 1, 1.0, lambda _: None, None, shared)]
     for nic in (2, 3):
-        flows += network.collective(nic, 1.0, lambda _: None, None, shared).flows
+        flows += network.collective(nic, 1.0, lambda _: None, None, shared)
     for flow in flows:
         network.start_flow(flow)
     network.update_rates()

@@ -260,8 +260,8 @@ class DeviceRun:
         elif kind is Kind.COLLECTIVE:
             if queue.computes:
                 self._wait(rank, action, iteration, held_s)
-            collective = self.traffic.sync(rank.number, seconds, self._end, work)
-            self.traffic.network.start_collective(collective)
+            for flow in self.traffic.sync(rank.number, seconds, self._end, work):
+                self.traffic.network.start_flow(flow)
         elif kind is Kind.COMPUTE:
             self.traffic.compute(rank.number, action, seconds, self._end, work)
         else:

@@ -20,8 +20,7 @@ from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.link import Use
 from megatron.fold3d.predict.simulator.pause_budget import PauseBudget
 
-_Way = tuple[tuple[int, ...], tuple[int, ...]]
-"""Links, and how many equal flows are on each."""
+_Way = tuple[tuple[int, ...], tuple[int, ...]]  # links, and how many equal flows are on each
 
 
 @dataclass(slots=True, eq=False)
@@ -30,11 +29,11 @@ class Flow:
 
     links: tuple[int, ...]
     """Out of a NIC and into one, then those between switches."""
-    remaining_s: float
-    done: Callable[[Any], None]
-    tag: Any
     weights: tuple[int, ...]
     """Of each link, how many equal flows are on it."""
+    remaining_s: float
+    done: Callable[[Any], None]
+    tag: Any = None
     is_collective: bool = False
     background: bool = False
     """Whether it takes what messages leave."""
@@ -42,38 +41,6 @@ class Flow:
     since_s: float = 0.0
     ends_s: float = inf
     """When it ends if nothing changes on its links."""
-
-
-class Collective:
-    """A collective of one NIC: a flow through both of its links, or one through each.
-
-    Args:
-        ways: of each flow.
-        work_s: of each flow.
-        done: called with ``tag`` when all of its flows have ended.
-        tag: of whoever started it.
-    """
-
-    __slots__ = ("_done", "_left", "_tag")
-
-    def __init__(
-        self, ways: Iterable[_Way], work_s: float, done: Callable[[Any], None], tag: Any
-    ) -> None:
-        self._done, self._tag = done, tag
-        self._left = [Flow(links, work_s, self._end, None, weights) for links, weights in ways]
-        for flow in self._left:
-            flow.is_collective = True
-            flow.tag = flow
-
-    @property
-    def flows(self) -> tuple[Flow, ...]:
-        """The flows that have not ended."""
-        return tuple(self._left)
-
-    def _end(self, flow: Flow) -> None:
-        self._left.remove(flow)
-        if not self._left:
-            self._done(self._tag)
 
 
 class Network:
@@ -125,8 +92,7 @@ class Network:
         uses: Sequence[Use] = (),
     ) -> Flow:
         """Make the flow of a message from NIC to NIC, and through links between switches."""
-        links, weights = self._way(2 * source, 2 * target + 1, uses)
-        return Flow(links, work_s, done, tag, weights)
+        return Flow(*self._way(2 * source, 2 * target + 1, uses), work_s, done, tag)
 
     def collective(
         self,
@@ -135,28 +101,32 @@ class Network:
         done: Callable[[Any], None],
         tag: Any,
         uses: Sequence[Use] = (),
-    ) -> Collective:
-        """Make a collective, which sends and receives through one NIC."""
+    ) -> list[Flow]:
+        """Make a collective, which sends and receives through one NIC.
+
+        Returns:
+            Its flow through both links of the NIC, or one through each; what has ended leaves the
+            list, and ``done`` is called when the last one has.
+        """
         out, into = 2 * nic, 2 * nic + 1
         ways = [self._way(out, into, uses)]
         if self._apart and not uses:
             ways = [((out,), (1,)), ((into,), (1,))]
-        return Collective(ways, work_s, done, tag)
+
+        def end(flow: Flow) -> None:
+            flows.remove(flow)
+            if not flows:
+                done(tag)
+
+        flows = [Flow(*way, work_s, end, is_collective=True) for way in ways]
+        for flow in flows:
+            flow.tag = flow
+        return flows
 
     def _way(self, out: int, into: int, uses: Sequence[Use]) -> _Way:
         """Return the links out of a NIC, into one and between, and the flows on each of them."""
         above = (self._of_nics + use.link for use in uses)
         return (out, into, *above), (1, 1, *(use.flows for use in uses))
-
-    def start_collective(self, collective: Collective) -> None:
-        """Add what is left of a collective."""
-        for flow in collective.flows:
-            self.start_flow(flow)
-
-    def stop_collective(self, collective: Collective) -> None:
-        """Remove a collective; it keeps the rest of its work."""
-        for flow in collective.flows:
-            self.stop_flow(flow)
 
     def start_flow(self, flow: Flow) -> None:
         """Add a flow; `update_rates` will give it its rate."""

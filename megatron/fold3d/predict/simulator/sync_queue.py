@@ -8,7 +8,7 @@ from megatron.fold3d.observe.timeline import Lane, Span
 from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.link import GradSyncOrder
-from megatron.fold3d.predict.simulator.network import Collective
+from megatron.fold3d.predict.simulator.network import Flow
 from megatron.fold3d.predict.simulator.steps import Step
 from megatron.fold3d.predict.simulator.traffic import Traffic
 
@@ -21,7 +21,7 @@ class _Task(NamedTuple):
     action: Action
     iteration: int
     fact: int
-    collective: Collective
+    flows: list[Flow]
 
 
 class SyncQueue:
@@ -53,11 +53,12 @@ class SyncQueue:
         self._started += 1
         action, work_s, _, fact, first = step
         key = (iteration - first, action.stage) if self._earliest_first else (0, 0)
-        collective = self._traffic.sync(self._rank, work_s, self._end)
-        task = _Task(key, self._started, action, iteration, fact, collective)
+        flows = self._traffic.sync(self._rank, work_s, self._end)
+        task = _Task(key, self._started, action, iteration, fact, flows)
         heapq.heappush(self._waiting, task)
         if self._active is not None and key < self._active.key:
-            self._traffic.network.stop_collective(self._active.collective)
+            for flow in self._active.flows:
+                self._traffic.network.stop_flow(flow)
             heapq.heappush(self._waiting, self._leave())
         self._next()
 
@@ -65,7 +66,8 @@ class SyncQueue:
         if self._active is None and self._waiting:
             self._active = heapq.heappop(self._waiting)
             self._since_s = self._clock.now_s
-            self._traffic.network.start_collective(self._active.collective)
+            for flow in self._active.flows:
+                self._traffic.network.start_flow(flow)
 
     def _end(self, _: None) -> None:
         task = self._leave()

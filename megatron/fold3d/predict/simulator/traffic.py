@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
-from megatron.fold3d.predict.simulator.network import Collective, Flow, Network
+from megatron.fold3d.predict.simulator.network import Flow, Network
 from megatron.fold3d.predict.simulator.steps import Steps
 
 
@@ -81,7 +81,7 @@ class Traffic:
 
     def sync(
         self, rank: int, seconds: float, done: Callable[[Any], None], tag: Any = None
-    ) -> Collective:
+    ) -> list[Flow]:
         """Make a collective of a rank's DP.sync, which takes so many ``seconds`` by itself."""
         uses = self._steps.link.routes.of(rank, rank)
         return self.network.collective(self._sync_nics[rank], seconds, done, tag, uses)
