@@ -98,16 +98,15 @@ class Steps:
             Action(stage, Op.BACKWARD, number): backward_s[stage] - costs.recompute_s[stage]
             for stage, number in (early if costs.recompute_s else ())
         }
-        self.exchanges: dict[Action, Exchange] = {}
-        computed = (a for a in chain.from_iterable(plan.programs) if a.op in PAIRED_OPS)
-        for action in computed if costs.ep_sync_on_nic and costs.ep_sync_s else ():
-            self._exchange(action)
+        self._part: dict[Action, float] = {}  # of what a pair sends
+        self._beside: set[Action] = set()  # during whose all-to-alls another computes
         for program in plan.programs if link.overlap_tensor_parallel else ():
             for together in chains(program):
                 self._pair_up([action for action in together if action.op in PAIRED_OPS])
         for program in plan.programs if link.combined else ():
             for both in combined(program):
                 self._combine(both)
+        self.exchanges = dict(self._exchanges())
         self.facts: dict[Name, int] = {}
         self.programs = [list(self._steps(program)) for program in plan.programs]
         self.named = list(self.facts)
@@ -160,11 +159,10 @@ class Steps:
             both_s = sum(times_s)
             for action, seconds in zip((first, second), times_s, strict=True):
                 self._own_s[action] = seconds
-                if self.exchanges.pop(action, None):
-                    # Nothing runs beside the one with which the backwards of a chain begin.
-                    begins = op is Op.BACKWARD and action is computed[0]
-                    part = 2 * seconds / both_s if both_s else 1.0
-                    self._exchange(action, part, beside=not begins)
+                self._part[action] = 2 * seconds / both_s if both_s else 1.0
+            self._beside |= {first, second}
+        if computed and computed[0].op is Op.BACKWARD:  # nothing runs beside the one that begins
+            self._beside.discard(computed[0])
 
     def _combine(self, both: tuple[Action, Action]) -> None:
         """Let a forward and a backward hide each other's all-to-alls, each for its share of both.
@@ -176,19 +174,22 @@ class Steps:
         both_s = max(sum(whole_s) - sent_s, sent_s)
         for action, seconds in zip(both, whole_s, strict=True):
             self._own_s[action] = seconds * both_s / sum(whole_s)
-            if action in self.exchanges:
-                self._exchange(action, beside=True)
+        self._beside.update(both)
 
-    def _exchange(self, action: Action, part: float = 1.0, *, beside: bool = False) -> None:
-        """Note what a computation sends to experts; of a pair, each sends its part of both."""
-        costs, (stage, op, microbatch) = self.costs, action
-        part *= costs.passes(stage, op, early=(stage, microbatch) in self._recomputed)
-        seconds = self._own_s.get(action, self._whole_s(stage, op))
-        if seconds and costs.ep_sync_s[stage]:
-            number = round(part * (costs.collectives[stage] if costs.collectives else 1))
-            number = max(1, min(number, _MOST_EXCHANGES))
-            share = min(1.0, part * costs.ep_sync_s[stage] / seconds)
-            self.exchanges[action] = Exchange(share, number, beside)
+    def _exchanges(self) -> Iterator[tuple[Action, Exchange]]:
+        """Yield what computations send to experts; of a pair, each sends its part of both."""
+        costs = self.costs
+        sends = costs.ep_sync_on_nic and any(costs.ep_sync_s)
+        for action in chain.from_iterable(self.plan.programs) if sends else ():
+            stage, op, microbatch = action
+            seconds = self._own_s.get(action, self._whole_s(stage, op))
+            if op in PAIRED_OPS and seconds and costs.ep_sync_s[stage]:
+                part = self._part.get(action, 1.0)
+                part *= costs.passes(stage, op, early=(stage, microbatch) in self._recomputed)
+                number = round(part * (costs.collectives[stage] if costs.collectives else 1))
+                number = max(1, min(number, _MOST_EXCHANGES))
+                share = min(1.0, part * costs.ep_sync_s[stage] / seconds)
+                yield action, Exchange(share, number, action in self._beside)
 
     def _whole_s(self, stage: int, op: Op) -> float:
         by_stage = self._seconds.get(op)
