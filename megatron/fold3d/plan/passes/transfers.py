@@ -93,7 +93,7 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
                 f"no rank can go on: {waiting}; each needs a result that comes later or never"
             )
         for action in on_the_way:
-            results.arrive(action)
+            results.add(action, arrives=True)
         on_the_way = []
         for rank, action in ready:
             position[rank] += 1
@@ -136,38 +136,29 @@ class _Results:
         self.num_microbatches = plan.num_microbatches
         self.last_stage = plan.num_stages - 1
         size = plan.num_stages * plan.num_microbatches
-        self.forward, self.backward = bytearray(size), bytearray(size)
-        self.forward_sent, self.backward_sent = self.forward, self.backward
-        if arrive_late:
-            self.forward_sent, self.backward_sent = bytearray(size), bytearray(size)
+        self.done = {op: bytearray(size) for op in _WAY_OF}
+        self.there = {op: bytearray(size) for op in _WAY_OF} if arrive_late else self.done
 
-    def add(self, action: Action) -> None:
-        """Note a result. Unless results arrive late, all ranks have it."""
-        self._mark(action, self.forward, self.backward)
-
-    def arrive(self, action: Action) -> None:
-        """Note that a result has arrived at the rank that reads it."""
-        self._mark(action, self.forward_sent, self.backward_sent)
-
-    def _mark(self, action: Action, forward: bytearray, backward: bytearray) -> None:
+    def add(self, action: Action, *, arrives: bool = False) -> None:
+        """Note a result, or that it arrives late: else the rank that reads it has it, too."""
         stage, op, microbatch = action
-        if op is Op.FORWARD or op is Op.BACKWARD:
-            done = forward if op is Op.FORWARD else backward
-            done[stage * self.num_microbatches + (microbatch or 0)] = True
+        if op in _WAY_OF:
+            at = stage * self.num_microbatches + (microbatch or 0)
+            (self.there if arrives else self.done)[op][at] = True
 
     def allow(self, action: Action) -> int:
         """True if the action's input has been computed and has arrived."""
         stage, op, microbatch = action
         here = stage * self.num_microbatches + (microbatch or 0)
         if op is Op.FORWARD:
-            return stage == 0 or self.forward_sent[here - self.num_microbatches]
+            return stage == 0 or self.there[op][here - self.num_microbatches]
         if op is Op.RECOMPUTE:
-            return self.forward[here]
+            return self.done[Op.FORWARD][here]
         if op is Op.WEIGHT:
-            return self.backward[here]
+            return self.done[Op.BACKWARD][here]
         if op is Op.WEIGHT_PART:
             first = stage * self.num_microbatches
-            return all(self.backward[first : first + self.num_microbatches])
-        return self.forward[here] and (
-            stage == self.last_stage or self.backward_sent[here + self.num_microbatches]
+            return all(self.done[Op.BACKWARD][first : first + self.num_microbatches])
+        return self.done[Op.FORWARD][here] and (
+            stage == self.last_stage or self.there[op][here + self.num_microbatches]
         )
