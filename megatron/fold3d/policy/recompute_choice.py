@@ -208,21 +208,13 @@ class _Search:
             return
         stage = self._stages[index]
         layers = self._layers[stage]
-        for count in range(self._most(stage, room), -1, -1):
+        for count in range(layers, -1, -1):
             left = tuple(
                 r - count * moment.get(stage, 0) - (count == 0 < layers and stage == alone)
                 for r, moment, alone in zip(room, self._live, self._recomputing, strict=True)
             )
             if min(left, default=0) >= 0:
                 self._visit(index + 1, left, kept | {stage: count})
-
-    def _most(self, stage: int, room: Sequence[int]) -> int:
-        fits = (
-            r // moment[stage]
-            for r, moment in zip(room, self._live, strict=True)
-            if moment.get(stage, 0)
-        )
-        return min(self._layers[stage], *fits, self._layers[stage])
 
     def _bound(self, index: int, room: Sequence[int]) -> int:
         """Return an upper bound of what the stages from ``index`` on can keep."""
