@@ -11,7 +11,7 @@ and `stragglers` makes the simulated pipeline the one with the slowest GPU.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import starmap
 from math import prod
 from typing import Any
@@ -30,11 +30,12 @@ from megatron.fold3d.predict.cost_model.ring_times import (
 )
 from megatron.fold3d.predict.cost_model.sizes import (
     Setup,
+    context_bytes,
     delayed_bytes,
-    exchanged_bytes,
+    expert_bytes,
     held_parameters,
+    layer_bytes,
     message_bytes,
-    recomputed_bytes,
     saved_bytes,
     static_bytes,
     tensor_parallel_bytes,
@@ -130,13 +131,14 @@ def footprint_of(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) 
         num_ranks: ranks of a pipeline.
         split: the layers of each stage, or the number of stages with equally many.
     """
-    saved = saved_bytes(shape, setup, split)
+    full = setup.recompute == "full"
+    again = shape.by_stage(lambda n: layer_bytes(shape, setup, "none", n) if full else 0.0, split)
     return Footprint(
         static_bytes=tuple(static_bytes(shape, setup, num_ranks, split)),
-        saved_bytes=tuple(saved),
+        saved_bytes=tuple(saved_bytes(shape, setup, split)),
         working_bytes=tuple(working_bytes(shape, setup, split)),
         delayed_bytes=tuple(delayed_bytes(shape, setup, split)),
-        recomputed_bytes=tuple(recomputed_bytes(shape, setup, split)),
+        recomputed_bytes=tuple(again),
     )
 
 
@@ -267,7 +269,8 @@ class _Pipeline:
             cluster.intra_bytes_per_s,
             cluster.goodput_bytes_per_s,
         )[1]
-        return tuple(num_bytes / bytes_per_s for num_bytes in self._exchanged_bytes(0))
+        sent = context_bytes(self.shape, setup)
+        return tuple(b / bytes_per_s for b in self.shape.by_stage(lambda _: sent, self.split))
 
     def _tokens_s(self) -> tuple[float, ...]:
         """The all-to-alls of experts; a backward has as many.
@@ -282,13 +285,8 @@ class _Pipeline:
             here / peers / cluster.intra_bytes_per_s,
             (1 - here / peers) * per_node / cluster.goodput_bytes_per_s,
         )
-        return tuple(num_bytes * byte_s for num_bytes in self._exchanged_bytes(1))
-
-    def _exchanged_bytes(self, which: int) -> list[float]:
-        """Return one of the two numbers of `exchanged_bytes`."""
-        return self.shape.by_stage(
-            lambda layer: exchanged_bytes(self.shape, self.setup, layer)[which], self.split
-        )
+        sent = self.shape.by_stage(partial(expert_bytes, self.shape, self.setup), self.split)
+        return tuple(num_bytes * byte_s for num_bytes in sent)
 
     def _grad_sync_s(self, num_bytes: float) -> float:
         """DP.sync of gradients: an all-reduce, or with the distributed optimizer a reduce-scatter.

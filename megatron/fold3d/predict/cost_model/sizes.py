@@ -209,12 +209,6 @@ def working_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
     ]
 
 
-def recomputed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
-    """Return, per stage, what early recomputation holds until the backward: all its layers."""
-    full = setup.recompute == "full"
-    return shape.by_stage(lambda n: layer_bytes(shape, setup, "none", n) if full else 0.0, split)
-
-
 def layer_bytes(shape: ModelShape, setup: Setup, recompute: Recompute, layer: int = 0) -> float:
     """Return the activations that one layer saves for one micro-batch."""
     t, tokens = setup.tensor_parallel, setup.tokens(shape)
@@ -290,14 +284,14 @@ def tensor_parallel_bytes(shape: ModelShape, setup: Setup) -> float:
     return elements / setup.context_parallel / 2 * setup.element_bytes
 
 
-def exchanged_bytes(shape: ModelShape, setup: Setup, layer: int) -> tuple[float, float]:
-    """Return what one GPU sends in a layer's forward of one micro-batch.
+def context_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Return the keys and values that one GPU passes on around a ring in a layer's forward."""
+    each = setup.element_bytes / setup.tensor_parallel
+    return shape.key_and_value_size * setup.tokens(shape) * each * (setup.context_parallel - 1)
 
-    To the ranks that share the sequence: its keys and values, passed on around the ring. To those
-    that share the experts: tokens to their experts, and the results back.
-    """
-    c, e = setup.context_parallel, setup.expert_parallel
-    tokens, each = setup.tokens(shape), setup.element_bytes / setup.tensor_parallel
-    keys_and_values = shape.key_and_value_size * tokens * each * (c - 1)
+
+def expert_bytes(shape: ModelShape, setup: Setup, layer: int) -> float:
+    """Return what one GPU sends to experts, and back as results, in a layer's forward."""
+    e, each = setup.expert_parallel, setup.element_bytes / setup.tensor_parallel
     copies = shape.experts_per_token if shape.num_experts_in(layer) else 0
-    return keys_and_values, 2 * tokens * copies * shape.hidden_size * each * (e - 1) / e
+    return 2 * setup.tokens(shape) * copies * shape.hidden_size * each * (e - 1) / e
