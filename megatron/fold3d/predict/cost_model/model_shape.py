@@ -7,7 +7,7 @@ the last one the final norm and the head, whether or not a layout writes its L t
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import KW_ONLY, astuple, dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -52,7 +52,7 @@ class Parameters:
         return sum(astuple(self))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """A transformer; the defaults are those of the GPT models in Megatron's papers."""
 
@@ -60,6 +60,7 @@ class ModelShape:
     num_layers: int
     hidden_size: int
     num_attention_heads: int
+    _: KW_ONLY
     seq_length: int = 2048
     vocab_size: int = 51_200
     ffn_hidden_size: int = 0
@@ -372,45 +373,32 @@ class ModelShape:
         return 1 + (layer >= self.num_layers - self.num_decoder_layers)
 
 
-def _shape(
-    name: str, layers: int, hidden: int, heads: int, *, family: Family = "gpt", **rest: Any
-) -> ModelShape:
-    return ModelShape(
-        name=name,
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        family=family,
-        **rest,
-    )
-
-
 def _llama(name: str, layers: int, hidden: int, heads: int, ffn: int, **rest: Any) -> ModelShape:
     """Return a shape with what Llama and its relatives have in common."""
     alike = {"num_query_groups": 8, "rotary_base": 500_000, "swiglu": True, "rms_norm": True}
     alike |= {"biases": False, "untied": True, "ffn_hidden_size": ffn}
-    return _shape(name, layers, hidden, heads, **(alike | rest))
+    return ModelShape(name, layers, hidden, heads, **(alike | rest))
 
 
 SHAPES = {
     shape.name: shape
     for shape in (
         # FOLD3D Table I, with the sequence length that its throughputs imply
-        _shape("gpt3-14b", 32, 6144, 48, seq_length=1024),
-        _shape("gpt3-18b", 40, 6144, 48, seq_length=1024),
-        _shape("gpt3-39b", 48, 8192, 64, seq_length=1024),
-        _shape("gpt3-81b", 64, 10240, 80, seq_length=1024),
-        _shape("bert", 72, 7344, 48, seq_length=1024, vocab_size=30_592, family="bert"),
-        _shape("t-nlg", 80, 4256, 28, seq_length=1024),
-        _shape("cpm", 48, 5120, 64, seq_length=1024, vocab_size=26_240, num_decoder_layers=24,
-             family="encoder-decoder"),
+        ModelShape("gpt3-14b", 32, 6144, 48, seq_length=1024),
+        ModelShape("gpt3-18b", 40, 6144, 48, seq_length=1024),
+        ModelShape("gpt3-39b", 48, 8192, 64, seq_length=1024),
+        ModelShape("gpt3-81b", 64, 10240, 80, seq_length=1024),
+        ModelShape("bert", 72, 7344, 48, seq_length=1024, vocab_size=30_592, family="bert"),
+        ModelShape("t-nlg", 80, 4256, 28, seq_length=1024),
+        ModelShape("cpm", 48, 5120, 64, seq_length=1024, vocab_size=26_240, num_decoder_layers=24,
+                   family="encoder-decoder"),
         # T5-11B: Table I's 24 layers are of the encoder and again of the decoder
-        _shape("t5", 48, 1024, 128, seq_length=1024, vocab_size=32_128, ffn_hidden_size=65_536,
-             kv_channels=128, num_decoder_layers=24, family="encoder-decoder"),
+        ModelShape("t5", 48, 1024, 128, seq_length=1024, vocab_size=32_128, ffn_hidden_size=65_536,
+                   kv_channels=128, num_decoder_layers=24, family="encoder-decoder"),
         # Megatron (SC'21) and GPT-3
-        _shape("gpt3-175b", 96, 12288, 96),
-        _shape("gpt-530b", 105, 20480, 128),
-        _shape("gpt-1t", 128, 25600, 160),
+        ModelShape("gpt3-175b", 96, 12288, 96),
+        ModelShape("gpt-530b", 105, 20480, 128),
+        ModelShape("gpt-1t", 128, 25600, 160),
         # what their makers published
         _llama("llama3-8b", 32, 4096, 32, 14336, seq_length=8192, vocab_size=128_256),
         _llama("llama3-70b", 80, 8192, 64, 28672, seq_length=8192, vocab_size=128_256),
@@ -433,7 +421,7 @@ SHAPES = {
                experts_per_token=8, expert_ffn_hidden_size=2048,
                shared_expert_ffn_hidden_size=2048, num_dense_layers=3),
         # what scripts/bench/compare.py trains by default
-        _shape("testbed", 16, 256, 4, seq_length=32, vocab_size=128),
+        ModelShape("testbed", 16, 256, 4, seq_length=32, vocab_size=128),
     )
 }  # fmt: skip
 
@@ -452,7 +440,7 @@ def model_shape(name: str) -> ModelShape:
         return from_file(Path(name), ModelShape, "model")
     if match := re.fullmatch(r"(\d+)-(\d+)-(\d+)(?:-(\d+))?", name):
         layers, hidden, heads, sequence = (int(n) if n else 2048 for n in match.groups())
-        return _shape(name, layers, hidden, heads, seq_length=sequence)
+        return ModelShape(name, layers, hidden, heads, seq_length=sequence)
     raise ValueError(
         f"unknown model {name!r}; choose from {', '.join(sorted(SHAPES))}, "
         "write its layers-hidden-heads such as 24-2048-16, or name a .json or .toml file"
