@@ -254,16 +254,13 @@ def _of_segments(
     may_preempt = "preemptive-comm" in assumed and setup.num_replicas > 1
     may_preempt &= setup.tensor_parallel == setup.context_parallel == 1
     for order in orders:
-        yield order
-        if setup.num_replicas > 1:
-            if not order.is_stock:
-                yield order.changed(step="next")
-            yield replace(order, setup=sharded)
-        if may_preempt and not order.is_stock:
-            first = replace(order, preemptive=True)
-            yield first
-            yield first.changed(step="next")
-            yield replace(first, setup=sharded)
+        preempts = may_preempt and not order.is_stock
+        for each in (order, replace(order, preemptive=True))[: 1 + preempts]:
+            yield each
+            if setup.num_replicas > 1:
+                if not each.is_stock:
+                    yield each.changed(step="next")
+                yield replace(each, setup=sharded)
 
 
 def _choices[T](all_: tuple[T, ...] | range | list[int], given: T | None) -> list[T]:
