@@ -7,6 +7,7 @@ each other. If simulation and measurement differ, the machine does something tha
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from statistics import median, quantiles
 
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
@@ -144,20 +145,12 @@ def replay(
 
 def _iterations_from(timeline: Timeline, first: int) -> Timeline:
     """Return the last iterations of a timeline, counted from zero; the first starts at zero."""
-    kept = [[span for span in spans if span.iteration >= first] for spans in timeline.ranks]
-    zero_s = min(s.start_s for spans in kept for s in spans if s.lane in BUSY_LANES)
-    return Timeline.of(
-        (
-            span._replace(
-                start_s=max(0.0, span.start_s - zero_s),
-                end_s=span.end_s - zero_s,
-                iteration=span.iteration - first,
-            )
-            for span in spans
-            if span.end_s > zero_s
-        )
-        for spans in kept
+    kept = Timeline.of(
+        (span._replace(iteration=span.iteration - first) for span in spans)
+        for spans in ((s for s in its if s.iteration >= first) for its in timeline.ranks)
     )
+    zero_s = min(s.start_s for spans in kept.ranks for s in spans if s.lane in BUSY_LANES)
+    return kept.between(zero_s, inf)
 
 
 def _overlaps(measured: Timeline) -> bool:
