@@ -112,7 +112,7 @@ def fewest_counts(
         )
     # In layers of one micro-batch: what each moment has room for beside what is always there.
     room = [int((limit - moment.fixed) // _of_a_kept_layer(stages)) for moment in moments]
-    kept = _Search(moments, layers, room).best()
+    kept = _most_kept(moments, layers, room)
     return CountsChoice(
         recomputed={stage: count - kept[stage] for stage, count in layers.items()},
         peak_bytes=_peak(moments, stages, kept),
@@ -171,65 +171,58 @@ def _of_a_kept_layer(stages: Mapping[int, StageBytes]) -> float:
     return max(its.kept for its in stages.values())
 
 
-class _Search:
-    """Branch and bound over the stages of a rank, those that hold the fewest micro-batches first.
+def _most_kept(
+    moments: Sequence[_Moment], layers: Mapping[int, int], room: Sequence[int]
+) -> dict[int, int]:
+    """Return how many layers each stage keeps, so that the most are kept.
 
-    If there is only one moment, the first branch is already the best.
+    Branch and bound over the stages of a rank, those that hold the fewest micro-batches first. If
+    there is only one moment, the first branch is already the best.
 
     Args:
         moments: those at which memory may peak.
         layers: the number of layers of each stage.
         room: the room at each moment, in layers of one micro-batch.
     """
+    alone = [moment.recomputing for moment in moments]
+    lives = [dict(moment.live) for moment in moments]
+    held = {stage: max((live.get(stage, 0) for live in lives), default=0) for stage in layers}
+    stages = sorted(layers, key=lambda stage: (held[stage], stage))
+    best: tuple[int, int, dict[int, int]] = (-1, 0, {})
 
-    def __init__(
-        self, moments: Sequence[_Moment], layers: Mapping[int, int], room: Sequence[int]
-    ) -> None:
-        self._live = [dict(moment.live) for moment in moments]
-        self._recomputing = [moment.recomputing for moment in moments]
-        self._layers = layers
-        held = {stage: max((m.get(stage, 0) for m in self._live), default=0) for stage in layers}
-        self._stages = sorted(layers, key=lambda stage: (held[stage], stage))
-        self._room = tuple(room)
-        self._best: tuple[int, int, dict[int, int]] = (-1, 0, {})
-
-    def best(self) -> dict[int, int]:
-        self._visit(0, self._room, {})
-        return self._best[2]
-
-    def _visit(self, index: int, room: tuple[int, ...], kept: dict[int, int]) -> None:
+    def visit(index: int, room: Sequence[int], kept: dict[int, int]) -> None:
+        nonlocal best
         total = sum(kept.values())
-        if index == len(self._stages):
+        if index == len(stages):
             found = (total, min(room, default=0), kept)
-            if found[:2] > self._best[:2]:
-                self._best = found
+            if found[:2] > best[:2]:
+                best = found
             return
-        if total + self._bound(index, room) < self._best[0]:
+        if total + bound(stages[index:], room) < best[0]:
             return
-        stage = self._stages[index]
-        layers = self._layers[stage]
-        for count in range(layers, -1, -1):
+        stage = stages[index]
+        for count in range(layers[stage], -1, -1):
             left = tuple(
-                r - count * moment.get(stage, 0) - (count == 0 < layers and stage == alone)
-                for r, moment, alone in zip(room, self._live, self._recomputing, strict=True)
+                r - count * live.get(stage, 0) - (count == 0 < layers[stage] and stage == other)
+                for r, live, other in zip(room, lives, alone, strict=True)
             )
             if min(left, default=0) >= 0:
-                self._visit(index + 1, left, kept | {stage: count})
+                visit(index + 1, left, kept | {stage: count})
 
-    def _bound(self, index: int, room: Sequence[int]) -> int:
-        """Return an upper bound of what the stages from ``index`` on can keep."""
+    def bound(rest: Sequence[int], room: Sequence[int]) -> int:
+        """Return an upper bound of what the rest of the stages can keep."""
         return min(
-            (
-                self._greedy(self._stages[index:], r, moment)
-                for r, moment in zip(room, self._live, strict=True)
-            ),
-            default=sum(self._layers[stage] for stage in self._stages[index:]),
+            (greedy(rest, r, live) for r, live in zip(room, lives, strict=True)),
+            default=sum(layers[stage] for stage in rest),
         )
 
-    def _greedy(self, stages: Sequence[int], room: int, moment: Mapping[int, int]) -> int:
+    def greedy(rest: Sequence[int], room: int, live: Mapping[int, int]) -> int:
         kept = 0
-        for stage in sorted(stages, key=lambda stage: moment.get(stage, 0)):
-            held = moment.get(stage, 0)
-            count = min(self._layers[stage], room // held) if held else self._layers[stage]
+        for stage in sorted(rest, key=lambda stage: live.get(stage, 0)):
+            held = live.get(stage, 0)
+            count = min(layers[stage], room // held) if held else layers[stage]
             kept, room = kept + count, room - count * held
         return kept
+
+    visit(0, room, {})
+    return best[2]

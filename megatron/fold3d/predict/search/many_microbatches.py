@@ -87,22 +87,14 @@ def _group(candidate: Candidate) -> int:
     a period of two. Where pairs do, the period is two pairs.
     """
     period = 4 if candidate.choice.pairs else 2
-    if not _has_groups(candidate):
-        return period
-    return lcm(period, candidate.choice.group or candidate.num_ranks)
-
-
-def _has_groups(candidate: Candidate) -> bool:
-    """Return True if segments take turns, and not each of them once for all micro-batches."""
-    interleaved = candidate.schedule == "interleaved"
-    return interleaved and candidate.choice.group != candidate.num_microbatches
+    return lcm(period, candidate.group) if candidate.group < candidate.num_microbatches else period
 
 
 def _numbers(candidate: Candidate, estimate: Estimate) -> tuple[int, int, int]:
     """Return three numbers with at least one group between the ramps, and longer than DP.sync."""
     costs, ranks, group = estimate.costs, candidate.num_ranks, _group(candidate)
     ramps = 2 * group
-    if not _has_groups(candidate):
+    if candidate.group == candidate.num_microbatches:  # no segments that take turns
         ramps = 2 * ranks * (candidate.choice.ahead or 2)
     synced_s = max(
         sum(costs.grad_sync_s[rank::ranks]) + sum(costs.param_gather_s[rank::ranks])
