@@ -18,7 +18,6 @@ from megatron.fold3d.plan.ir import Action, Plan, PlanError, gc_paused
 from megatron.fold3d.plan.ops import P2P_OPS, SEND_OPS
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.verify import error_at
-from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_items import Item, Items, Kind
 from megatron.fold3d.predict.simulator.link import PLAIN, Device
@@ -111,7 +110,6 @@ class _Message(NamedTuple):
     sender: _Rank
     receiver: _Rank
     action: Action
-    send: Action
     fact: int
     since_s: float
     iteration: int
@@ -129,8 +127,8 @@ class DeviceRun:
     def __init__(self, steps: Steps, device: Device, iterations: int) -> None:
         self.steps, self.device = steps, device
         self.iterations, self.flush = iterations, steps.plan.flushes
-        self.clock = SimulatedClock()
-        self.traffic = Traffic(self.clock, steps)
+        self.traffic = Traffic(steps)
+        self.clock = self.traffic.clock
         # Stock Megatron waits for its sends, and has one communicator for each direction.
         self.alternates = device.connections == 1 and not steps.link.sends_waited_for
         items = Items(steps, device, alternates=self.alternates)
@@ -300,18 +298,17 @@ class DeviceRun:
         sender = other if rank is receiver else rank
         action = item.action
         receive = message_from(action) if action.op in SEND_OPS else action
-        send = send_of(receive)
-        sender.flows_since_s[stream_of(send, alternates=self.alternates)] = now_s
-        receiver.flows_since_s[stream_of(receive, alternates=self.alternates)] = now_s
-        message = _Message(sender, receiver, receive, send, item.fact, now_s, iteration)
+        for each, side in ((sender, send_of(receive)), (receiver, receive)):
+            each.flows_since_s[stream_of(side, alternates=self.alternates)] = now_s
+        message = _Message(sender, receiver, receive, item.fact, now_s, iteration)
         self.traffic.send(sender.number, receiver.number, receive.op, self._arrive, message)
 
     def _arrive(self, message: _Message) -> None:
-        sender, receiver, action, send, fact, since_s, iteration = message
+        sender, receiver, action, fact, since_s, iteration = message
         if (now_s := self.clock.now_s) > since_s:
             receiver.spans.append(Span(Lane.P2P, since_s, now_s, action, iteration))
         self.times_true[fact] += 1
-        for rank, side in ((receiver, action), (sender, send)):
+        for rank, side in ((receiver, action), (sender, send_of(action))):
             rank.busy[stream_of(side, alternates=self.alternates)] = False
             rank.unfinished -= 1
         self._advance(receiver)

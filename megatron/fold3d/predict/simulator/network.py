@@ -13,6 +13,7 @@ share of these links.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -77,7 +78,7 @@ class Network:
         self._preemptive = preemptive
         self._apart = rings_are_buffered
         self._budgets = [
-            PauseBudget(clock, nic, pause_share, self._make_equal)
+            PauseBudget(clock, pause_share, partial(self._make_equal, nic))
             for nic in range(num_nics if preemptive and pause_share < 1 else 0)
         ]
         self._touched: dict[int, None] = {}

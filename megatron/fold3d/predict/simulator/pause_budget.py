@@ -15,16 +15,15 @@ class PauseBudget:
 
     Args:
         clock: the run's.
-        nic: its number.
         share: the part of a window that may be spent in pauses.
-        on_change: called with the NIC and with whether its budget is spent, whenever that changes.
+        on_change: called with whether the budget is spent, whenever that changes.
     """
 
     def __init__(
-        self, clock: SimulatedClock, nic: int, share: float, on_change: Callable[[int, bool], None]
+        self, clock: SimulatedClock, share: float, on_change: Callable[[bool], None]
     ) -> None:
         self.is_spent = False
-        self._clock, self._nic, self._on_change = clock, nic, on_change
+        self._clock, self._on_change = clock, on_change
         self._budget_s = share * WINDOW_S
         self._left_s = 0.0
         self._window_ends_s = -inf
@@ -47,13 +46,13 @@ class PauseBudget:
         if self._since_s == since_s and not self.is_spent:  # else that pause is over
             self._since_s = inf
             self._left_s = 0.0
-            self._change(is_spent=True)
+            self._change(True)
             self._clock.at(max(self._clock.now_s, self._window_ends_s), self._renew, None)
 
     def _renew(self, _: None) -> None:
         self._window_ends_s = -inf
-        self._change(is_spent=False)
+        self._change(False)
 
-    def _change(self, *, is_spent: bool) -> None:
+    def _change(self, is_spent: bool) -> None:
         self.is_spent = is_spent
-        self._on_change(self._nic, is_spent)
+        self._on_change(is_spent)

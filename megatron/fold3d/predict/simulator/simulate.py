@@ -31,7 +31,6 @@ from megatron.fold3d.plan.ops import (
 )
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.policy.offload_choice import CopyStreams
-from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_run import DeviceRun
 from megatron.fold3d.predict.simulator.link import PLAIN, GradSyncOrder, Link
@@ -128,8 +127,8 @@ class _Run:
 
     def __init__(self, steps: Steps, iterations: int) -> None:
         self.steps, self.iterations = steps, iterations
-        self.clock = SimulatedClock()
-        self.traffic = Traffic(self.clock, steps)
+        self.traffic = Traffic(steps)
+        self.clock = self.traffic.clock
         self.flushes = steps.plan.flushes
         self.times_true = [0] * len(steps.named)
         self.at_flush: list[_Rank] = []
@@ -142,7 +141,7 @@ class _Run:
             Place.DP_SYNC_KEPT: "fifo",
         }
         queues = {
-            place: SyncQueue(self.clock, self.traffic, number, order, spans.append, self.come_true)
+            place: SyncQueue(self.traffic, number, order, spans.append, self.come_true)
             for place, order in orders.items()
         }
         return _Rank(number, program, spans, queues)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from megatron.fold3d.observe.timeline import Lane, Span
 from megatron.fold3d.plan.ir import Action
-from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.link import GradSyncOrder
 from megatron.fold3d.predict.simulator.network import Flow
 from megatron.fold3d.predict.simulator.steps import Step
@@ -33,14 +32,13 @@ class SyncQueue:
 
     def __init__(
         self,
-        clock: SimulatedClock,
         traffic: Traffic,
         rank: int,
         order: GradSyncOrder,
         write: Callable[[Span], None],
         done: Callable[[int], None],
     ) -> None:
-        self._clock, self._traffic, self._rank = clock, traffic, rank
+        self._clock, self._traffic, self._rank = traffic.clock, traffic, rank
         self._earliest_first = order == "edf"
         self._write, self._done = write, done
         self._waiting: list[_Task] = []

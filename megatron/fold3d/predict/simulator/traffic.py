@@ -20,22 +20,22 @@ class Traffic:
     """Starts what uses the network, and runs computations, which may.
 
     Args:
-        clock: the run's.
-        steps: the steps of its plan.
+        steps: the steps of a run's plan.
 
     Attributes:
+        clock: the run's.
         network: the NICs. Behind them there is one more pair of links per rank, for DP.sync that
             stays in the node.
     """
 
-    def __init__(self, clock: SimulatedClock, steps: Steps) -> None:
+    def __init__(self, steps: Steps) -> None:
         costs, link, nics = steps.costs, steps.link, steps.nics
-        self._clock, self._steps = clock, steps
+        self.clock, self._steps = SimulatedClock(), steps
         self._channels: defaultdict[tuple[int, int, Op], deque[Flow]] = defaultdict(deque)
         local_nics = range(1 + max(nics), 1 + max(nics) + len(nics))
         self._sync_nics: Sequence[int] = local_nics if costs.grad_sync_local else nics
         self.network = Network(
-            clock,
+            self.clock,
             local_nics.stop,
             link.routes.capacities,
             preemptive=link.preemptive,
@@ -52,17 +52,17 @@ class Traffic:
         from the one to the other, as in one communicator.
         """
         costs, link, nics = self._steps.costs, self._steps.link, self._steps.nics
-        flows_s = self._clock.now_s + costs.p2p_latency_s
+        flows_s = self.clock.now_s + costs.p2p_latency_s
         source, target = nics[sender], nics[receiver]
         if source == target or not costs.p2p_s:
             local_s = costs.p2p_local_s if source == target else 0.0
-            self._clock.at(flows_s + local_s, done, tag)
+            self.clock.at(flows_s + local_s, done, tag)
             return
         channel, uses = self._channels[sender, receiver, op], link.routes.of(sender, receiver)
         arrives = channel, done, tag
         flow = self.network.message(source, target, costs.p2p_s, self._arrive, arrives, uses)
         if costs.p2p_latency_s:
-            self._clock.at(flows_s, self._queue, (channel, flow))
+            self.clock.at(flows_s, self._queue, (channel, flow))
         else:
             self._queue((channel, flow))
 
@@ -92,7 +92,7 @@ class Traffic:
         """Begin an action that takes so many ``seconds``; call ``done`` with ``tag`` at its end."""
         exchange = self._steps.exchanges.get(action)
         if exchange is None:
-            self._clock.at(self._clock.now_s + seconds, done, tag)
+            self.clock.at(self.clock.now_s + seconds, done, tag)
             return
         share, number, beside = exchange
         sent_s, computed_s = share * seconds / number, (1 - share) * seconds / number
@@ -110,12 +110,12 @@ class Traffic:
             elif beside:
                 send(left)
             else:
-                self._clock.at(self._clock.now_s + computed_s, send, left)
+                self.clock.at(self.clock.now_s + computed_s, send, left)
 
         def send(left: int) -> None:
             nic = self._steps.nics[rank]  # and that of a replica, whose links are as full
             self.network.start_flow(self.network.message(nic, nic, sent_s, compute, left - 1))
 
         if beside:
-            self._clock.at(self._clock.now_s + seconds, end, None)
+            self.clock.at(self.clock.now_s + seconds, end, None)
         compute(number)
