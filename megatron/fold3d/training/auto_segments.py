@@ -141,7 +141,11 @@ def choose_segments(
         kept.write(measured)
     room = None if evenly else room_for_layers(args)
     choice = choose(args, measured, job_sizes.num_microbatches(args), room)
-    _write_costs(args, measured, choice, kept.path)
+    # For `fold3d simulate --costs`.
+    stages = int(args.pipeline_model_parallel_size) * choice.num_segments
+    costs = measured.costs(choice.layers or (num_layers(args) / stages,) * stages)
+    name = f"{kept.path.stem}-costs-of-{choice.num_segments}-segments.json"
+    kept.path.with_name(name).write_text(costs.to_json(), encoding="utf-8")
     flags = flags_of(choice)
     store.set("segments", " ".join(flags))
     return flags, f"{shlex.join(flags)}; {choice.reason}; {source}"
@@ -184,12 +188,3 @@ def measure(argv: Sequence[str], defaults: Mapping[str, Any]) -> str:
             *_, last = job.stderr.strip().splitlines() or ["no message"]
             raise ValueError(f"--segments auto: this cannot be measured: {last}; give --segments N")
         return found.read_text(encoding="utf-8") if found.is_file() else ""
-
-
-def _write_costs(args: Namespace, measured: HardwareProfile, choice: Segments, path: Path) -> None:
-    """Leave a file for ``fold3d simulate --costs``."""
-    num_ranks: int = args.pipeline_model_parallel_size
-    stages = num_ranks * choice.num_segments
-    costs = measured.costs(choice.layers or (num_layers(args) / stages,) * stages)
-    file = path.with_name(f"{path.stem}-costs-of-{choice.num_segments}-segments.json")
-    file.write_text(costs.to_json(), encoding="utf-8")
