@@ -214,7 +214,10 @@ class _Diagram:
                 yield text(x + width / 2, top + height / 2 + size * 0.36, size, label, css)
 
     def _box(self, span: Span) -> _Box:
-        look, tooltip = _look(span), self._tooltip(span)
+        look, tooltip = _look(span), ""
+        if self.tooltips:
+            start, end = span.start_s / self.unit_s, span.end_s / self.unit_s
+            tooltip = f"{span.word}: {start:.4g} to {end:.4g} {self.unit}"
         if look not in HUES or span.action is None:
             return _Box(span.start_s, span.end_s, look, "", tooltip, True)
         segment = span.action.stage // self.timeline.num_ranks
@@ -223,12 +226,6 @@ class _Diagram:
         dark_text = takes_dark_text(look, segment, self.segments)
         css = css_class(look, segment)
         return _Box(span.start_s, span.end_s, css, label, tooltip, dark_text)
-
-    def _tooltip(self, span: Span) -> str:
-        if not self.tooltips:
-            return ""
-        start, end = span.start_s / self.unit_s, span.end_s / self.unit_s
-        return f"{span.word}: {start:.4g} to {end:.4g} {self.unit}"
 
     def _merged(self, boxes: Iterable[_Box]) -> list[_Box]:
         """Join equal neighbours too narrow to tell apart, so that large plans make small files."""
