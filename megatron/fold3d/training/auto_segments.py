@@ -161,17 +161,16 @@ def measure(argv: Sequence[str], defaults: Mapping[str, Any]) -> str:
     Raises:
         ValueError: it failed.
     """
-    reading, writing = os.pipe()  # closed, by whatever ends this process, it ends the other
     with TemporaryDirectory(prefix="fold3d-") as folder:
         found = Path(folder) / "measured.json"
         module = "megatron.fold3d.training.measure_worker"
         plain = {name: value for name, value in defaults.items() if isinstance(value, _PLAIN)}
-        before = [sys.executable, "-m", module, str(found), json.dumps(plain)]
+        before = [sys.executable, "-m", module, str(os.getpid()), str(found), json.dumps(plain)]
         command = [*before, *argv, "--segments", "1"]
         try:
             job = subprocess.run(
                 command,
-                stdin=reading,
+                stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 timeout=PATIENCE_S,
@@ -181,9 +180,6 @@ def measure(argv: Sequence[str], defaults: Mapping[str, Any]) -> str:
             raise ValueError(
                 f"--segments auto: nothing is measured after {PATIENCE_S:.0f} s; give --segments N"
             ) from None
-        finally:
-            os.close(reading)
-            os.close(writing)
         if job.returncode != 0:
             *_, last = job.stderr.strip().splitlines() or ["no message"]
             raise ValueError(f"--segments auto: this cannot be measured: {last}; give --segments N")

@@ -85,15 +85,19 @@ def tell_failures(opened: ExitStack) -> None:
     sys.excepthook = hook
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int | None = None) -> None:
     """Have the kernel end this process when its parent ends.
 
     Otherwise the processes that write checkpoints, and the servers of their queues, would live on.
     Ending them loses nothing: a checkpoint is complete only when the rank itself says so.
+
+    Args:
+        parent: its process id, where `multiprocessing` has not started this process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # it was faster
+    if parent is None and (started_by := multiprocessing.parent_process()) is not None:
+        parent = started_by.pid
+    if parent not in (None, os.getppid()):  # it was faster
         os._exit(1)
 
 
