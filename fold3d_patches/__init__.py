@@ -7,7 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fold3d_patches.registry import Patch, PatchError, apply
+from fold3d_patches.registry import Patch, apply
 
 if TYPE_CHECKING:
     from megatron.fold3d.config.fold3d_config import Fold3DConfig
@@ -22,14 +22,6 @@ if TYPE_CHECKING:
     from megatron.fold3d.runtime.transfers.pipeline_transfers import Connect
 
     Part = Feature | Patch  # of what a capability adds to a run
-
-__all__ = [
-    "Patch",
-    "PatchError",
-    "check_schedule",
-    "install_platform",
-    "install_schedule",
-]
 
 
 def install_platform(device: str) -> ExitStack:

@@ -1,36 +1,16 @@
 """Stock Megatron on CPU and gloo, so that laptops and CI run the real thing."""
 
+from importlib import import_module
+
 from fold3d_patches.registry import Patch
+
+_MODULES = (
+    *("device_queries", "streams", "rng", "tensor_placement", "compiler", "initialize"),
+    *("all_gather", "data_loader", "layer_norm", "attention", "experts", "optimizer_state"),
+)
 
 
 def patches() -> tuple[Patch, ...]:
     """Everything that ``--device cpu`` replaces."""
-    from fold3d_patches.cpu import (
-        all_gather,
-        attention,
-        compiler,
-        data_loader,
-        device_queries,
-        experts,
-        initialize,
-        layer_norm,
-        optimizer_state,
-        rng,
-        streams,
-        tensor_placement,
-    )
-
-    return (
-        *device_queries.patches(),
-        *streams.patches(),
-        *rng.patches(),
-        *tensor_placement.patches(),
-        *compiler.patches(),
-        initialize.patch(),
-        all_gather.patch(),
-        data_loader.patch(),
-        layer_norm.patch(),
-        *attention.patches(),
-        experts.patch(),
-        *optimizer_state.patches(),
-    )
+    modules = (import_module(f"{__name__}.{name}") for name in _MODULES)
+    return tuple(patch for module in modules for patch in module.patches())

@@ -8,7 +8,7 @@ Change: tensors are gathered one by one, under a name that is short enough.
 Remove when: ``ProcessGroupGloo::runLoop`` in torch takes its lock before it notes the name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def _one_by_one(
     return works
 
 
-def patch() -> Patch:
+def patches() -> Iterator[Patch]:
     """Gathers of several tensors at once."""
     name = known_name(dist.ProcessGroup, "all_gather_single_coalesced")
-    return replace(f"torch.distributed:ProcessGroup.{name}", _one_by_one)
+    yield replace(f"torch.distributed:ProcessGroup.{name}", _one_by_one)

@@ -8,7 +8,7 @@ Change: a loader draws from a generator of its own. It does not pin memory, whic
 Remove when: Megatron passes a generator to its DataLoader.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ def _with_own_generator(
     return loader
 
 
-def patch() -> Patch:
+def patches() -> Iterator[Patch]:
     """The loader of the training, validation and test data."""
-    return around(
+    yield around(
         "megatron.training.datasets.data_samplers:build_pretraining_data_loader",
         _with_own_generator,
         rebinds=("megatron.training.training:build_pretraining_data_loader",),

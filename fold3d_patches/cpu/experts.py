@@ -7,7 +7,7 @@ Change: it becomes an array as well.
 Remove when: ``as_numpy`` does not depend on where the tensor was.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ def _always_as_asked(
     return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
 
-def patch() -> Patch:
+def patches() -> Iterator[Patch]:
     """The numbers of tokens that expert-parallel ranks exchange."""
     name = "maybe_move_tensor_to_cpu"
-    return around(
+    yield around(
         f"megatron.core.transformer.moe.moe_utils:{name}",
         _always_as_asked,
         rebinds=(f"megatron.core.transformer.moe.token_dispatcher:{name}",),

@@ -5,7 +5,7 @@ Change: the argument is True.
 Remove when: ``pretrain`` passes ``allow_no_cuda`` on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fold3d_patches.registry import Patch, around
@@ -15,9 +15,9 @@ def _without_cuda(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return upstream(*args, **kwargs | {"allow_no_cuda": True})
 
 
-def patch() -> Patch:
+def patches() -> Iterator[Patch]:
     """The one assertion that stops a run without CUDA."""
-    return around(
+    yield around(
         "megatron.training.initialize:initialize_megatron",
         _without_cuda,
         rebinds=(

@@ -9,7 +9,7 @@ Remove when: ``WrappedTorchNorm`` accepts sequence parallelism.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fold3d_patches.registry import Patch, around
@@ -28,9 +28,9 @@ def _allow_sequence_parallel(
     return norm
 
 
-def patch() -> Patch:
+def patches() -> Iterator[Patch]:
     """The norm that ``--transformer-impl local`` uses."""
-    return around(
+    yield around(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         _allow_sequence_parallel,
         parameters="cls config hidden_size eps persist_layer_norm zero_centered_gamma "

@@ -7,20 +7,18 @@ Remove when: ``--delay-wgrad-compute`` works under any schedule, and for some of
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from fold3d_patches.registry import Patch, around
-
-if TYPE_CHECKING:
-    import torch
-
-    from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
+from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
 
 
-def patch(delayed: "EngineWeightGrads") -> Patch:
+def patch(delayed: EngineWeightGrads) -> Patch:
     """Return the patch of the function that DDP calls when a parameter's gradient is ready."""
 
-    def make_hook(upstream: Callable[..., Any], ddp: Any, param: "torch.nn.Parameter") -> Any:
+    def make_hook(upstream: Callable[..., Any], ddp: Any, param: torch.nn.Parameter) -> Any:
         add_gradient = upstream(ddp, param)
 
         def hook(*unused: Any) -> None:

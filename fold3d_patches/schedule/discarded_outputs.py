@@ -7,17 +7,15 @@ Remove when: Megatron keeps these checkpoints in variables of a forward.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fold3d_patches.registry import Patch, around
-
-if TYPE_CHECKING:
-    from megatron.fold3d.runtime.tensor_parallel.baton import Baton
+from megatron.fold3d.runtime.tensor_parallel.baton import Baton
 
 _CLASS = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 
 
-def patches(baton: "Baton") -> tuple[Patch, Patch]:
+def patches(baton: Baton) -> tuple[Patch, Patch]:
     """Return the patches that keep the checkpoints of two micro-batches apart."""
     kept: tuple[list[Any], list[Any]] = [], []  # of each side, the innermost last
 

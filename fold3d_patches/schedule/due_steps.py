@@ -12,19 +12,17 @@ Remove when: Megatron calls hooks before it reads parameters and at the end of t
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fold3d_patches.registry import Patch, around
-
-if TYPE_CHECKING:
-    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
+from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 
 Func = Callable[..., Any]
 
 _CHUNK = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 
 
-def patches(due: "DueSteps") -> tuple[Patch, ...]:
+def patches(due: DueSteps) -> tuple[Patch, ...]:
     """Return the patches of the end of an iteration, of checkpoints, and of a chunk's gradients."""
 
     def decide_exit(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fold3d_patches.registry import Patch, around
+from megatron.fold3d.runtime.grad_sync.bucket_groups import own_shard
 
 
 def patch() -> Patch:
@@ -32,8 +33,6 @@ def _sum_own_shard(
     *others: Any,
     **named: Any,
 ) -> None:
-    from megatron.fold3d.runtime.grad_sync.bucket_groups import own_shard
-
     def get(module: Any) -> Any:
         weight = weight_getter(module)
         shard = None if weight is None else own_shard(model, weight, embd_group)

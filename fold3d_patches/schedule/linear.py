@@ -8,24 +8,21 @@ Remove when: Megatron's ``--delay-wgrad-compute`` works under any schedule, for 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from fold3d_patches.registry import Patch, around
-
-if TYPE_CHECKING:
-    import torch
-
-    from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
+from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads, Parallel
 
 
-def patch(delayed: "DelayedWeightGrads") -> Patch:
+def patch(delayed: DelayedWeightGrads) -> Patch:
     """Return the patch of the function behind column- and row-parallel linear layers."""
-    from megatron.fold3d.runtime.weight_grads.delayed_linear import Parallel
 
     def linear(
         upstream: Callable[..., Any],
-        input: "torch.Tensor",  # noqa: A002 - upstream's name, which a caller may give
-        weight: "torch.Tensor",
+        input: torch.Tensor,  # noqa: A002 - upstream's name, which a caller may give
+        weight: torch.Tensor,
         *args: Any,
         **named: Any,
     ) -> Any:

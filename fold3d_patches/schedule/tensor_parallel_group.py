@@ -8,23 +8,20 @@ Remove when: Megatron runs two micro-batches at a time under any pipeline schedu
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fold3d_patches.registry import Patch, around
 from megatron.fold3d.runtime.events import UNHEARD, Events
+from megatron.fold3d.runtime.tensor_parallel.baton import Baton
+from megatron.fold3d.runtime.tensor_parallel.paired_group import PairedGroup
 
-if TYPE_CHECKING:
-    from megatron.fold3d.runtime.tensor_parallel.baton import Baton
 
-
-def patch(baton: "Baton | None" = None, recorder: Events = UNHEARD) -> Patch:
+def patch(baton: Baton | None = None, recorder: Events = UNHEARD) -> Patch:
     """Return the patch that lets the tensor-parallel group hand ``baton`` over."""
     hand_over = (lambda: None) if baton is None else baton.hand_over
 
     def initialize(upstream: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         from megatron.core import parallel_state
-
-        from megatron.fold3d.runtime.tensor_parallel.paired_group import PairedGroup
 
         upstream(*args, **kwargs)
         for kind, traced in (("TENSOR", "TP.sync"), ("EXPERT", "EP.sync")):

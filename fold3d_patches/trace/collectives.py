@@ -6,20 +6,18 @@ Remove when: Megatron's DDP calls hooks around its collectives.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fold3d_patches.registry import Patch, around
 from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.plan.ops import GATHER_OPS
 from megatron.fold3d.runtime.events import no_end
-
-if TYPE_CHECKING:
-    from megatron.fold3d.runtime.trace.tracer import Tracer
+from megatron.fold3d.runtime.trace.tracer import Tracer
 
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 
 
-def patches(tracer: "Tracer") -> tuple[Patch, ...]:
+def patches(tracer: Tracer) -> tuple[Patch, ...]:
     """Return the patches of each collective's launch and of the wait for it."""
 
     def sums(group: Any, force_all_reduce: bool = False) -> Op:
@@ -39,7 +37,7 @@ def patches(tracer: "Tracer") -> tuple[Patch, ...]:
 
 
 def _patches(
-    tracer: "Tracer", of: str, kind: str, launched: Callable[..., Op], *parameters: str
+    tracer: Tracer, of: str, kind: str, launched: Callable[..., Op], *parameters: str
 ) -> tuple[Patch, ...]:
     """Return the patches of the launch of one kind of collective, and of the wait for it.
 
@@ -56,7 +54,7 @@ def _patches(
     ends: dict[Any, Callable[[], None]] = {}  # by bucket group, of collectives in flight
 
     def name(self: Any, *args: Any, **kwargs: Any) -> str:
-        return f"{tracer.stage_of(self)}{launched(self, *args, **kwargs)}"
+        return f"{tracer.stages.get(self)}{launched(self, *args, **kwargs)}"
 
     def start(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         def launch() -> Iterable[Any]:

@@ -9,19 +9,17 @@ Remove when: Megatron calls hooks around an iteration, a computation and an opti
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fold3d_patches.registry import Patch, around
-
-if TYPE_CHECKING:
-    from megatron.fold3d.runtime.trace.tracer import Tracer
+from megatron.fold3d.runtime.trace.tracer import Tracer
 
 Func = Callable[..., Any]
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
-def iteration(tracer: "Tracer") -> Patch:
+def iteration(tracer: Tracer) -> Patch:
     """Return the patch of an iteration, from zeroing the gradients to the optimizer step."""
 
     def recorded(upstream: Func, *args: Any, iteration: int, **kwargs: Any) -> Any:
@@ -37,7 +35,7 @@ def iteration(tracer: "Tracer") -> Patch:
     )
 
 
-def updates(tracer: "Tracer") -> tuple[Patch, ...]:
+def updates(tracer: Tracer) -> tuple[Patch, ...]:
     """Return the patches of the two parts of an optimizer step that compute."""
 
     def recorded(upstream: Func, optimizer: Any) -> Any:
@@ -55,7 +53,7 @@ def updates(tracer: "Tracer") -> tuple[Patch, ...]:
     )
 
 
-def computations(tracer: "Tracer") -> tuple[Patch, ...]:
+def computations(tracer: Tracer) -> tuple[Patch, ...]:
     """Return the patches of stock's computations; our executor records its own.
 
     A backward is named by the forward of its output.

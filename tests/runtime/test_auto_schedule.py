@@ -15,7 +15,7 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.runtime import auto_schedule
 from megatron.fold3d.runtime.auto_schedule import AutoSchedule
-from megatron.fold3d.runtime.measure import run_recorder
+from megatron.fold3d.runtime.measure import timing
 from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.trial import Trial
 from tests.configs import CONFIG
@@ -46,7 +46,7 @@ class Run:
         )
         self.names: list[str] = []  # of what ran, iteration by iteration
         self._defers = defers
-        monkeypatch.setattr(run_recorder, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         monkeypatch.setattr(auto_schedule.dist, "all_reduce", lambda *_: None)
         monkeypatch.setattr(auto_schedule.dist, "get_rank", lambda: 0)
         monkeypatch.setattr(self.auto._recorder, "agreed", lambda _: "times")

@@ -38,7 +38,7 @@ from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of
 from megatron.fold3d.runtime.measure.run_recorder import RunRecorder
-from megatron.fold3d.runtime.measure.timing import slowest
+from megatron.fold3d.runtime.measure.timing import clock, slowest
 from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.trial import TIMED, Trial
 
@@ -77,7 +77,8 @@ class AutoSchedule(Feature):
     ) -> None:
         self._config, self._plans, self._search = config, plans, search
         self._due, self._replicated = due, replicated
-        self._recorder = RunRecorder(torch.device(config.device))
+        self._device = torch.device(config.device)
+        self._recorder = RunRecorder(self._device)
         self._trials: dict[int, Trial] = {}
         self._iterations = 0
         self._size = 0  # micro-batches of the iterations that `_iterations` counts
@@ -128,7 +129,7 @@ class AutoSchedule(Feature):
         if trial is not None and trial.untimed(free=self._is_free):
             carries = trial.choices[self._index].choice.carries
             self._is_steady = not carries or self._due is None or self._due.has_due
-            self._passed_s = self._recorder.clock()
+            self._passed_s = clock(self._device)
 
     def step(self, take: Callable[[], Any]) -> Any:
         """Take Megatron's optimizer step at the end of an iteration; note the times of both.
@@ -139,7 +140,7 @@ class AutoSchedule(Feature):
             take: returns a tuple, first whether Megatron took the step, which it may skip.
         """
         is_measured = self._iterations == MEASURED and not self._config.choice.carries
-        step_s = self._recorder.clock() if is_measured else None
+        step_s = clock(self._device) if is_measured else None
         outcome = take()
         if outcome[0] and step_s is not None:
             self._recorder.step_s = step_s()
@@ -248,8 +249,7 @@ class AutoSchedule(Feature):
         if len(trial.times_s[index]) < TIMED:
             return
         trial.repeats = 0
-        device = torch.device(self._config.device)
-        (trial.measured_s[index],) = slowest([min(trial.times_s[index])], device)
+        (trial.measured_s[index],) = slowest([min(trial.times_s[index])], self._device)
         self._tell(trial)
 
     def _tell(self, trial: Trial) -> None:

@@ -113,7 +113,7 @@ class Executor:
         ends = ExitStack()
         ends.push(self._explain)
         for feature in self._features:
-            ends.push(_closing(feature))
+            ends.push(feature)
         ends.__exit__(*raised)
 
     def _plan(self, num_microbatches: int, rank: int, *, trains: bool) -> Plan:
@@ -171,15 +171,6 @@ def _table(features: Sequence[Feature], iteration: Iteration, innermost: Handler
 
 def _refuse_action(action: Action) -> None:
     raise NotImplementedError(f"{action}: nothing that is on in this run handles {action.op}")
-
-
-def _closing(feature: Feature) -> Callable[..., None]:
-    """Return an exit callback that closes a feature; `SystemExit` does not count as an error."""
-
-    def close(_: object, error: BaseException | None, __: object) -> None:
-        feature.close(None if isinstance(error, SystemExit) else error)
-
-    return close
 
 
 def script_problems(config: Any, process_non_loss_data: object = None) -> Iterator[str]:

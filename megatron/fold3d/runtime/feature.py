@@ -20,7 +20,7 @@ Keeps one invariant: a feature may change when something happens, never what is 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -137,6 +137,13 @@ class Feature:
 
     def close(self, error: BaseException | None) -> None:
         """End the run, after an ``error`` or without; innermost features first."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Close; `SystemExit` does not count as an error."""
+        self.close(None if isinstance(error, SystemExit) else error)
 
 
 def note_place(error: BaseException, rank: int, place: object) -> None:

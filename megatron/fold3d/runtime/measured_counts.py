@@ -11,6 +11,7 @@ Keeps one invariant: all replicas recompute the same layers, since recomputation
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch.distributed as dist
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -156,10 +157,11 @@ class MeasuredCounts(Feature):
                     raise ValueError(f"--recompute-layers auto: rank {rank}: {error}") from None
             self._choices[plan] = choices
             if dist.get_rank() == 0:
+                of_stages = chain.from_iterable(choice.recomputed.items() for choice in choices)
                 logger.info(
                     "--recompute-layers %s, chosen for %s micro-batches: activations take at most "
                     "%s bytes by pipeline rank, of %s",
-                    ",".join(map(str, _by_stage(choices))),
+                    ",".join(str(n) for _, n in sorted(of_stages)),
                     plan.num_microbatches,
                     _in_words([choice.peak_bytes for choice in choices]),
                     _in_words(self._limits),
@@ -186,11 +188,6 @@ class MeasuredCounts(Feature):
                 _in_words(predicted),
             )
         self._meter = None
-
-
-def _by_stage(choices: Sequence[CountsChoice]) -> list[int]:
-    counts = {stage: n for choice in choices for stage, n in choice.recomputed.items()}
-    return [counts[stage] for stage in sorted(counts)]
 
 
 def _in_words(amounts: Sequence[float]) -> str:

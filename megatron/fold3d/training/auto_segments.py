@@ -141,7 +141,11 @@ def choose_segments(
         kept.write(measured)
     room = None if evenly else room_for_layers(args)
     choice = choose(args, measured, job_sizes.num_microbatches(args), room)
-    _write_costs(args, measured, choice, kept.path)
+    # For `fold3d simulate --costs`.
+    stages = int(args.pipeline_model_parallel_size) * choice.num_segments
+    costs = measured.costs(choice.layers or (num_layers(args) / stages,) * stages)
+    name = f"{kept.path.stem}-costs-of-{choice.num_segments}-segments.json"
+    kept.path.with_name(name).write_text(costs.to_json(), encoding="utf-8")
     flags = flags_of(choice)
     store.set("segments", " ".join(flags))
     return flags, f"{shlex.join(flags)}; {choice.reason}; {source}"
@@ -157,17 +161,16 @@ def measure(argv: Sequence[str], defaults: Mapping[str, Any]) -> str:
     Raises:
         ValueError: it failed.
     """
-    reading, writing = os.pipe()  # closed, by whatever ends this process, it ends the other
     with TemporaryDirectory(prefix="fold3d-") as folder:
         found = Path(folder) / "measured.json"
         module = "megatron.fold3d.training.measure_worker"
         plain = {name: value for name, value in defaults.items() if isinstance(value, _PLAIN)}
-        before = [sys.executable, "-m", module, str(found), json.dumps(plain)]
+        before = [sys.executable, "-m", module, str(os.getpid()), str(found), json.dumps(plain)]
         command = [*before, *argv, "--segments", "1"]
         try:
             job = subprocess.run(
                 command,
-                stdin=reading,
+                stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 timeout=PATIENCE_S,
@@ -177,19 +180,7 @@ def measure(argv: Sequence[str], defaults: Mapping[str, Any]) -> str:
             raise ValueError(
                 f"--segments auto: nothing is measured after {PATIENCE_S:.0f} s; give --segments N"
             ) from None
-        finally:
-            os.close(reading)
-            os.close(writing)
         if job.returncode != 0:
             *_, last = job.stderr.strip().splitlines() or ["no message"]
             raise ValueError(f"--segments auto: this cannot be measured: {last}; give --segments N")
         return found.read_text(encoding="utf-8") if found.is_file() else ""
-
-
-def _write_costs(args: Namespace, measured: HardwareProfile, choice: Segments, path: Path) -> None:
-    """Leave a file for ``fold3d simulate --costs``."""
-    num_ranks: int = args.pipeline_model_parallel_size
-    stages = num_ranks * choice.num_segments
-    costs = measured.costs(choice.layers or (num_layers(args) / stages,) * stages)
-    file = path.with_name(f"{path.stem}-costs-of-{choice.num_segments}-segments.json")
-    file.write_text(costs.to_json(), encoding="utf-8")

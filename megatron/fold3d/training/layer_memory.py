@@ -10,7 +10,7 @@ import torch
 from megatron.fold3d.commands.job import setup_of
 from megatron.fold3d.commands.megatron_flags import shape_of
 from megatron.fold3d.config.job_sizes import ranks_of_model
-from megatron.fold3d.observe.memory_curve import Footprint, memory
+from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.policy.partition import Layers
 from megatron.fold3d.predict.cost_model.estimate import footprint_of
@@ -50,13 +50,10 @@ def room_for_layers(args: Namespace) -> Room | None:
     elif args.recompute_activations and args.recompute_granularity is None:
         setup = replace(setup, recompute="selective")
 
-    def footprint(layers: Layers) -> Footprint:
-        return footprint_of(shape, setup, num_ranks, layers)
-
     def has_room(timeline: Timeline, layers: Layers, even: Layers) -> bool:
         peak, of_even = (
-            max(rank.device_peak for rank in memory(timeline, footprint(each)))
-            for each in (layers, even)
+            max(rank.device_peak for rank in memory(timeline, footprint))
+            for footprint in (footprint_of(shape, setup, num_ranks, its) for its in (layers, even))
         )
         return peak <= max(of_even, USABLE_MEMORY * total)
 

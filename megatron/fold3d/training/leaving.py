@@ -85,15 +85,19 @@ def tell_failures(opened: ExitStack) -> None:
     sys.excepthook = hook
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int | None = None) -> None:
     """Have the kernel end this process when its parent ends.
 
     Otherwise the processes that write checkpoints, and the servers of their queues, would live on.
     Ending them loses nothing: a checkpoint is complete only when the rank itself says so.
+
+    Args:
+        parent: its process id, where `multiprocessing` has not started this process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # it was faster
+    if parent is None and (started_by := multiprocessing.parent_process()) is not None:
+        parent = started_by.pid
+    if parent not in (None, os.getppid()):  # it was faster
         os._exit(1)
 
 
@@ -151,13 +155,13 @@ def _tell(error: BaseException) -> None:
         return
     if is_first:
         sys.excepthook(type(error), error, error.__traceback__)
-    elif not job.is_done(_LAST_WORD):
+    elif not job.count(_LAST_WORD, 0):
         _say(mine.text)
     time.sleep(_PATIENCE_S)
     summary = job.summary(mine)
     error.add_note(f"fold3d: {summary}")
     errors.get_error_handler().record_exception(error)
-    if job.is_mine(_LAST_WORD):
+    if job.count(_LAST_WORD) == 1:
         _say(summary)
 
 
@@ -213,7 +217,7 @@ class _Job:
     def report(self, mine: _Report) -> bool:
         """Report a failure to the others; return True if this rank's is the first."""
         word = json.dumps([mine.rank, mine.text, mine.names_cause, mine.is_cause])
-        order = self._ask(lambda: int(self._store.add("failures", 1)), 1)
+        order = self.count("failures")
         self._ask(lambda: self._store.set(f"failure {order}", word), None)
         return order == 1
 
@@ -230,13 +234,9 @@ class _Job:
         heard = f"; nothing was heard of {silent}" if silent else ""
         return f"the first to notice was {reports[0].text}{heard}"
 
-    def is_mine(self, task: str) -> bool:
-        """Return True if no other rank has taken a task before this one."""
-        return self._ask(lambda: int(self._store.add(task, 1)) == 1, True)
-
-    def is_done(self, task: str) -> bool:
-        """Return True if a rank has taken a task."""
-        return self._ask(lambda: int(self._store.add(task, 0)) > 0, False)
+    def count(self, task: str, own: int = 1) -> int:
+        """Return how many ranks have taken a task; this one takes it, unless ``own`` is 0."""
+        return self._ask(lambda: int(self._store.add(task, own)), own)
 
     def _reports(self) -> list[_Report]:
         there = range(1, int(self._store.add("failures", 0)) + 1)

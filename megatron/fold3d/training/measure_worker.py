@@ -1,18 +1,16 @@
 """Measure a run's hardware, in one process per rank that is not the rank's own.
 
-``python -m megatron.fold3d.training.measure_worker FILE DEFAULTS ...``, with Megatron's flags, and
-perhaps a script's own among them; the defaults are an object in JSON, of attributes that no flag
-sets. These processes make the job's process groups, compute a layer of its model, send its
-messages, and are gone: the job itself has not yet made a group, drawn a random number or taken a
-byte of the GPU's memory.
+``python -m megatron.fold3d.training.measure_worker PARENT FILE DEFAULTS ...``, with Megatron's
+flags, and perhaps a script's own among them; the parent is the rank's process id, the defaults are
+an object in JSON, of attributes that no flag sets. These processes make the job's process groups,
+compute a layer of its model, send its messages, and are gone: the job itself has not yet made a
+group, drawn a random number or taken a byte of the GPU's memory.
 """
 
 import json
 import logging
 import math
-import os
 import sys
-import threading
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -26,7 +24,7 @@ from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
 from megatron.fold3d.policy.grad_sync_cuts import rings_are_buffered
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.runtime.measure import lanes, timing
-from megatron.fold3d.training.leaving import meeting_point
+from megatron.fold3d.training.leaving import end_with_parent, meeting_point
 
 _CHANGED = {
     # What would leave something behind, or read it.
@@ -47,8 +45,8 @@ _CHANGED = {
 
 def main(argv: Sequence[str]) -> int:
     """Measure, and write what was found to the file that is named first, on rank 0."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    file, defaults, *flags = argv
+    parent, file, defaults, *flags = argv
+    end_with_parent(int(parent))
     sys.argv[1:] = flags  # where Megatron reads them
     logging.disable(logging.INFO)
     with ExitStack() as patched:
@@ -168,11 +166,6 @@ def _forward_and_backward(
 
     forward_s = timing.seconds(forward, device)
     return forward_s, max(0.0, timing.seconds(both, device) - forward_s)
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()  # ends when the run does
-    os._exit(1)
 
 
 if __name__ == "__main__":

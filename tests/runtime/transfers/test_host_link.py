@@ -62,8 +62,9 @@ def take_first() -> bool:
         for action in receives:
             link.post(action, (16,), torch.float32)
         assert link.take(receives[0]).tolist() == [0.0] * 16
-        assert link._fetched[receives[1]].copied.result(60) is not None
-        assert link._fetched[receives[1]].tensor.tolist() == [1.0] * 16
+        _, tensor, copied = link._fetched[receives[1]]
+        assert copied.result(60) is not None
+        assert tensor.tolist() == [1.0] * 16
         link.take(receives[1])
     link.drain()
     return True
@@ -79,9 +80,9 @@ def pass_on_as(rank: int, port: int) -> None:
 def test_a_pool_without_a_free_slot_waits_for_a_copy_and_does_not_grow():
     link = HostLink({}, {}, torch.device("cpu"), timedelta(seconds=1), num_ranks=2)
     link.pool.reserve({512: 1})
-    slot = link._stage((128,), torch.float32).slot
+    slot, _ = link._stage((128,), torch.float32)
     link._copying.append((link._copies.now(), None, slot))
-    assert link._stage((128,), torch.float32).slot is slot
+    assert link._stage((128,), torch.float32)[0] is slot
     assert link.pool.num_growths == 1
 
 

@@ -214,7 +214,10 @@ class _Diagram:
                 yield text(x + width / 2, top + height / 2 + size * 0.36, size, label, css)
 
     def _box(self, span: Span) -> _Box:
-        look, tooltip = _look(span), self._tooltip(span)
+        look, tooltip = _look(span), ""
+        if self.tooltips:
+            start, end = span.start_s / self.unit_s, span.end_s / self.unit_s
+            tooltip = f"{span.word}: {start:.4g} to {end:.4g} {self.unit}"
         if look not in HUES or span.action is None:
             return _Box(span.start_s, span.end_s, look, "", tooltip, True)
         segment = span.action.stage // self.timeline.num_ranks
@@ -224,29 +227,17 @@ class _Diagram:
         css = css_class(look, segment)
         return _Box(span.start_s, span.end_s, css, label, tooltip, dark_text)
 
-    def _tooltip(self, span: Span) -> str:
-        if not self.tooltips:
-            return ""
-        start, end = span.start_s / self.unit_s, span.end_s / self.unit_s
-        return f"{span.word}: {start:.4g} to {end:.4g} {self.unit}"
-
-    def _merged(self, boxes: Iterable[_Box]) -> Iterator[_Box]:
+    def _merged(self, boxes: Iterable[_Box]) -> list[_Box]:
         """Join equal neighbours too narrow to tell apart, so that large plans make small files."""
-        last: _Box | None = None
+        merged: list[_Box] = []
         for box in boxes:
-            if last is not None:
-                gap = (box.start_s - last.end_s) * self.per_s
-                if (
-                    box.css == last.css
-                    and gap < 0.4
-                    and (box.end_s - box.start_s) * self.per_s < 1.5
-                ):
-                    last = last._replace(end_s=box.end_s, label="", tooltip="")
-                    continue
-                yield last
-            last = box
-        if last is not None:
-            yield last
+            last = merged[-1] if merged else box._replace(css="")
+            gap, width = box.start_s - last.end_s, box.end_s - box.start_s
+            if box.css == last.css and gap * self.per_s < 0.4 and width * self.per_s < 1.5:
+                merged[-1] = last._replace(end_s=box.end_s, label="", tooltip="")
+            else:
+                merged.append(box)
+        return merged
 
     def _iteration_ends(self) -> Iterator[str]:
         for end_s in self.timeline.ends_s:

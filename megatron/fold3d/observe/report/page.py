@@ -72,18 +72,14 @@ def page(
             chain(_speed_section(speeds), _time_section(views), _path_section(views, paths))
         ),
     }
-    data = _embedded(views, paths)
-    return one_file("page.html", parts, data, styles=("style.css",), scripts=_SCRIPTS)
-
-
-def _embedded(views: Sequence[View], paths: Sequence[Sequence[PathStep]]) -> dict[str, Any]:
     num_segments = max(view.timeline.num_segments for view in views)
-    return {
+    data = {
         "num_ranks": views[0].timeline.num_ranks,
         "num_segments": num_segments,
         "palette": shades(num_segments),
         "views": [_columns(view, path) for view, path in zip(views, paths, strict=True)],
     }
+    return one_file("page.html", parts, data, styles=("style.css",), scripts=_SCRIPTS)
 
 
 def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:

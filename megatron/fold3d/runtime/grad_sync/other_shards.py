@@ -25,9 +25,9 @@ do not change. Between two steps a replicated segment's parameters are whole on 
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -40,6 +40,7 @@ from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from megatron.fold3d.runtime.feature import Feature, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
 from megatron.fold3d.runtime.grad_sync.partial_step import side_by_side
+from megatron.fold3d.runtime.measure.timing import gathered
 
 Key = tuple[int, int, int]
 """Indices of a parameter: the buffer in the optimizer, then bucket and parameter in the buffer."""
@@ -47,20 +48,18 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """The metadata that a replica sends of its shards; the tensors are gathered by bucket.
+    """What a replica tells of one of its shards, before it broadcasts the shard's tensors.
 
     Attributes:
-        groups: by parameter, the index of its group in the optimizer.
-        scalars: by parameter, the optimizer state other than tensors of the shard's size; each
-            value with whether it is on the device.
+        group: the index of the parameter's group in the optimizer.
+        scalars: the optimizer state other than tensors of the shard's size; each value with
+            whether it is on the device.
         tensors: by name, the dtypes of the state that has the shard's size.
-        steps: by group, the step count of a fused optimizer.
     """
 
-    groups: dict[Key, int]
-    scalars: dict[Key, dict[str, tuple[Any, bool]]]
+    group: int
+    scalars: dict[str, tuple[Any, bool]]
     tensors: dict[str, torch.dtype]
-    steps: list[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,7 +98,7 @@ class _Copy:
     name: Any
     model: torch.Tensor
     stepped: torch.Tensor
-    state: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any]
 
 
 _MEGATRONS = "megatron.core.distributed.param_and_grad_buffer"
@@ -176,33 +175,30 @@ class OtherShards:
     def __init__(self, part: Any, chunks: Collection[Any]) -> None:
         self._part = part
         self._replicas = part.data_parallel_group
-        self._size, self._rank = self._replicas.size(), self._replicas.rank()
+        self._rank = self._replicas.rank()
         buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
-        self._buckets = [
-            (index, number)
+        shards = [
+            shard
             for index, buffer in enumerate(part.buffers)
             if any(buffer is ours for ours in buffers)
             for number in range(len(buffer.buckets))
+            for shard in self._shards(index, number)
         ]
         self._own: dict[Any, torch.Tensor] = {  # by parameter, what the optimizer steps here
             parameter: made[-1]
             for of_group in side_by_side(part)
             for parameter, *made in zip(*of_group, strict=True)
         }
-        shards = [shard for bucket in self._buckets for shard in self._shards(*bucket)]
-        facts: list[Any] = [None] * self._size
-        dist.all_gather_object(facts, self._facts(shards), group=self._replicas)
-        self._copies = [
-            self._copy(shard, facts[shard.rank]) for shard in shards if shard.rank != self._rank
-        ]
+        told = {s.key: self._facts(s.parameter) for s in shards if s.rank == self._rank}
+        steps = [group.get("step") for group in part.optimizer.param_groups]
+        everyones = gathered((told, steps), self._replicas)
+        copies = (self._shared(shard, everyones[shard.rank][0][shard.key]) for shard in shards)
+        self._copies = [copy for copy in copies if copy is not None]
         # A fused optimizer counts no step of a group that is empty on this rank.
         self._steps = [
-            max((s for s in steps if s is not None), default=None)
-            for steps in zip(*(each.steps for each in facts), strict=True)
+            max((s for s in of_ranks if s is not None), default=None)
+            for of_ranks in zip(*(steps for _, steps in everyones), strict=True)
         ]
-        dtypes = {name: dtype for each in facts for name, dtype in each.tensors.items()}
-        for bucket in self._buckets:
-            self._fill(bucket, shards, dtypes)
 
     @contextmanager
     def widened(self) -> Iterator[None]:
@@ -258,9 +254,10 @@ class OtherShards:
         """Yield all replicas' shards of one bucket."""
         buffer = self._part.buffers[index]
         bucket = buffer.buckets[number]
-        size = bucket.grad_data.numel() // self._size
+        num_replicas = self._replicas.size()
+        size = bucket.grad_data.numel() // num_replicas
         positions = {p: position for position, p in enumerate(buffer.param_index_map)}
-        for rank in range(self._size):
+        for rank in range(num_replicas):
             begin = bucket.offset + rank * size
             ranges = self._part._build_model_gbuf_param_range_map(
                 buffer.param_index_map, Range(begin, begin + size), bucket.offset
@@ -269,79 +266,47 @@ class OtherShards:
                 key = index, number, positions[parameter]
                 yield _Shard(key=key, parameter=parameter, ranges=of_parameter, rank=rank)
 
-    def _facts(self, shards: Sequence[_Shard]) -> _Facts:
-        groups: dict[Key, int] = {}
-        scalars: dict[Key, dict[str, tuple[Any, bool]]] = {}
+    def _facts(self, parameter: Any) -> _Facts:
+        stepped = self._own[parameter]
+        scalars: dict[str, tuple[Any, bool]] = {}
         tensors: dict[str, torch.dtype] = {}
-        for shard in (shard for shard in shards if shard.rank == self._rank):
-            stepped = self._own[shard.parameter]
-            groups[shard.key] = self._part.model_param_group_index_map[shard.parameter][0]
-            scalars[shard.key] = {}
-            for name, value in self._part.optimizer.state.get(stepped, {}).items():
-                if _is_of_shard(value, stepped):
-                    tensors[name] = value.dtype
-                else:
-                    on_device = isinstance(value, torch.Tensor) and value.device == stepped.device
-                    value = value.cpu() if isinstance(value, torch.Tensor) else value
-                    scalars[shard.key][name] = value, on_device
-        steps = [group.get("step") for group in self._part.optimizer.param_groups]
-        return _Facts(groups, scalars, tensors, steps)
+        for name, value in sorted(self._part.optimizer.state.get(stepped, {}).items()):
+            if not isinstance(value, torch.Tensor):
+                scalars[name] = value, False
+            elif value.dim() > 0 and value.numel() == stepped.numel():
+                tensors[name] = value.dtype
+            else:
+                scalars[name] = value.cpu(), value.device == stepped.device
+        return _Facts(self._part.model_param_group_index_map[parameter][0], scalars, tensors)
 
-    def _copy(self, shard: _Shard, facts: _Facts) -> _Copy:
+    def _shared(self, shard: _Shard, facts: _Facts) -> _Copy | None:
+        """Broadcast a shard from its owner, together; return the copy that another replica has."""
         parameter, part_of_it = shard.parameter, shard.ranges["param"]
         model = parameter.detach().view(-1)[part_of_it.start : part_of_it.end]
-        stepped = model.float()  # the same where it is fp32 already
+        stepped: Any
+        if is_own := shard.rank == self._rank:
+            stepped = self._own[parameter]
+            state = {name: self._part.optimizer.state[stepped][name] for name in facts.tensors}
+        else:
+            stepped = model.float()  # the same where it is fp32 already
+            state = {name: torch.empty_like(model, dtype=d) for name, d in facts.tensors.items()}
+        for tensor in (stepped, *state.values()):
+            dist.broadcast(tensor.detach(), group=self._replicas, group_src=shard.rank)
+        if is_own:
+            return None
         copy_tensor_model_parallel_attributes(stepped, parameter)
         copy_optimizer_param_metadata(stepped, parameter)
         stepped.shared = True  # a norm counts it on the replica that owns it
-        copy = _Copy(
+        for name, (value, on_device) in facts.scalars.items():
+            state[name] = value.to(stepped.device) if on_device else value
+        return _Copy(
             of=shard,
-            group=facts.groups[shard.key],
+            group=facts.group,
             name=parameter.detach(),
             model=model,
             stepped=stepped,
+            state=state,
         )
-        for name, (value, on_device) in facts.scalars[shard.key].items():
-            copy.state[name] = value.to(stepped.device) if on_device else value
-        return copy
-
-    def _fill(
-        self, bucket: tuple[int, int], shards: Sequence[_Shard], dtypes: Mapping[str, torch.dtype]
-    ) -> None:
-        """Gather the state of one bucket's shards from their owners, one kind at a time."""
-        here = self._part.buffers[bucket[0]].buckets[bucket[1]]
-        size = here.grad_data.numel() // self._size
-        mine = [s for s in shards if s.key[:2] == bucket and s.rank == self._rank]
-        copies = [copy for copy in self._copies if copy.of.key[:2] == bucket]
-
-        def gathered(dtype: torch.dtype, of: Callable[[torch.Tensor], Any]) -> torch.Tensor:
-            own = torch.zeros(size, dtype=dtype, device=here.grad_data.device)
-            for shard in mine:
-                local = shard.ranges["gbuf_local"]
-                if (value := of(self._own[shard.parameter])) is not None:
-                    own[local.start : local.end].copy_(value.detach().view(-1))
-            whole = torch.empty(size * self._size, dtype=dtype, device=own.device)
-            dist.all_gather_into_tensor(whole, own, group=self._replicas)
-            return whole
-
-        def part_of(whole: torch.Tensor, copy: _Copy) -> torch.Tensor:
-            local = copy.of.ranges["gbuf_local"]
-            return whole[copy.of.rank * size :][local.start : local.end]
-
-        state = self._part.optimizer.state
-        if here.param_data.dtype != torch.float32:
-            whole = gathered(torch.float32, lambda stepped: stepped)
-            for copy in copies:
-                copy.stepped.copy_(part_of(whole, copy))
-        for name in sorted(dtypes):
-            values = {stepped: of_it.get(name) for stepped, of_it in state.items()}
-            whole = gathered(dtypes[name], values.get)
-            for copy in copies:
-                copy.state[name] = part_of(whole, copy).clone()
-
-
-def _is_of_shard(value: Any, stepped: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == stepped.numel()
 
 
 def _set_step(group: dict[str, Any], step: Any) -> None:

@@ -4,7 +4,6 @@ Actions are timed on the device's own clock. Ranks then exchange what they found
 lanes, so that all of them have the same numbers.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -72,17 +71,6 @@ class RunRecorder:
         self._spans.clear()
         self._left.clear()
         self.step_s = 0.0
-
-    def clock(self) -> Callable[[], float]:
-        """Begin to time once the device is idle; the returned function waits too, and tells."""
-        synchronize(self._device)
-        began_s = time.perf_counter()
-
-        def passed_s() -> float:
-            synchronize(self._device)
-            return time.perf_counter() - began_s
-
-        return passed_s
 
     def open_span(self, action: Action) -> Callable[[], None]:
         """Begin to time an action on the current stream; call the returned function at its end."""

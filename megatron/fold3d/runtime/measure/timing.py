@@ -20,12 +20,22 @@ def seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -
     """Return the median time of ``work``, with the device synchronized before and after it."""
     times_s = []
     for _ in range(_WARM_UP + rounds):
-        synchronize(device)
-        start_s = time.perf_counter()
+        passed_s = clock(device)
         work()
-        synchronize(device)
-        times_s.append(time.perf_counter() - start_s)
+        times_s.append(passed_s())
     return median(times_s[_WARM_UP:])
+
+
+def clock(device: torch.device) -> Callable[[], float]:
+    """Begin to time once the device is idle; the returned function waits too, and tells."""
+    synchronize(device)
+    began_s = time.perf_counter()
+
+    def passed_s() -> float:
+        synchronize(device)
+        return time.perf_counter() - began_s
+
+    return passed_s
 
 
 def slowest(values: Sequence[float], device: torch.device) -> list[float]:
@@ -35,8 +45,8 @@ def slowest(values: Sequence[float], device: torch.device) -> list[float]:
     return [float(value) for value in found.tolist()]
 
 
-def gathered[T](mine: T) -> list[T]:
-    """Return what each rank of the job has found, by rank."""
-    everyones: list[T] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+def gathered[T](mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return what each rank of the job has found, or each rank of a group, by rank."""
+    everyones = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, mine, group)
     return everyones

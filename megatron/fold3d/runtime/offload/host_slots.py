@@ -34,6 +34,7 @@ class HostSlots:
 
     Attributes:
         pool: the pinned memory pool.
+        bytes_of_stage: how much a micro-batch of a stage saves, of stages that have shown it.
     """
 
     def __init__(self, config: Fold3DConfig, num_local: int) -> None:
@@ -42,16 +43,12 @@ class HostSlots:
         self._saved_bytes = config.saved_bytes
         self._first_bytes = config.activation_memory_bytes
         self._num_local = num_local
-        self._bytes_of_stage: dict[int, int] = {}
+        self.bytes_of_stage: dict[int, int] = {}
 
     @property
     def activation_bytes(self) -> int:
         """The bytes of the largest known stage's activations of one micro-batch; 0 if none is."""
-        return max(self._bytes_of_stage.values(), default=0)
-
-    def knows_stage(self, stage: int) -> bool:
-        """Return True once a micro-batch has shown how much a stage saves."""
-        return stage in self._bytes_of_stage
+        return max(self.bytes_of_stage.values(), default=0)
 
     def reserve_program(self, program: Program) -> None:
         """Reserve the host memory that a program needs; with ``auto`` what there is room for.
@@ -60,11 +57,11 @@ class HostSlots:
             HostMemoryError: the host has less memory than the program takes.
         """
         room = self._room_bytes() if self._sparing else None
-        if not self._bytes_of_stage:
+        if not self.bytes_of_stage:
             self._reserve_unknown(program, room)
             return
         before = self.pool.num_bytes
-        slots = peak_on_host(program, self._bytes_of_stage)
+        slots = peak_on_host(program, self.bytes_of_stage)
         lacking = self.pool.reserve(slots, room)
         if lacking:
             logger.warning(
@@ -82,7 +79,7 @@ class HostSlots:
 
     def learn_stage(self, stage: int, num_bytes: int) -> None:
         """Note how much a micro-batch of a stage saves, for the next iteration."""
-        self._bytes_of_stage[stage] = max(num_bytes, self._bytes_of_stage.get(stage, 0))
+        self.bytes_of_stage[stage] = max(num_bytes, self.bytes_of_stage.get(stage, 0))
 
     def fit_choice(self, computations: Program, choice: OffloadChoice) -> OffloadChoice:
         """Return the choice, reduced to what the host has memory for with ``auto``."""

@@ -149,7 +149,7 @@ class Offloader(Feature):
         self._hold()
         key = forward.stage, forward.microbatch
         with self._watched(forward):
-            if key not in self._travels and self._slots.knows_stage(forward.stage):
+            if key not in self._travels and forward.stage in self._slots.bytes_of_stage:
                 yield
             else:
                 saved = SavedTensors(self._device, self._smallest_bytes, self._lasting)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,16 +63,16 @@ class PreemptiveCommunicator(Feature):
     ) -> None:
         self._slice_bytes = slice_bytes
         self._fits_slices = fits_slices
-        self._slices_in_flight = slices_in_flight
         self._timeout = timeout
-        self._pause_share = pause_share
         built = extension()
         if built is None:
             raise ValueError(
                 "--preemptive-comm: its C++ scheduler is not built, and nothing stands in for it; "
                 "run: make extension"
             )
-        self._extension = built
+        self._extension, self._policy = built, built.Policy()
+        self._policy.timeout_s = timeout.total_seconds()
+        self._policy.slices_in_flight, self._policy.pause_share = slices_in_flight, pause_share
         self._scheduler: Any = None
         self._links: Any = None
         self._open = ExitStack()
@@ -93,10 +93,8 @@ class PreemptiveCommunicator(Feature):
         every rank.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
-        policy = self._extension.Policy()
-        policy.rank, policy.timeout_s = rank, self._timeout.total_seconds()
-        policy.slices_in_flight, policy.pause_share = self._slices_in_flight, self._pause_share
-        self._scheduler = self._extension.Scheduler(policy)
+        self._policy.rank = rank
+        self._scheduler = self._extension.Scheduler(self._policy)
         atexit.register(self.close)
         if world > 1:
             ring = {(rank - 1) % world, (rank + 1) % world}
@@ -173,12 +171,6 @@ class PreemptiveCommunicator(Feature):
         ours = {ranks: self.group(group) for ranks, group in made.items()}
         for bucket_group in buckets:
             set_group(bucket_group, ours[ranks_of(group_of(bucket_group))])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, *_: object) -> None:
-        self.close(None if kind is None or issubclass(kind, SystemExit) else error)
 
 
 def _neighbours(pp_group: dist.ProcessGroup, chunks: Sequence[torch.nn.Module]) -> Iterator[int]:

@@ -6,6 +6,7 @@ collectives in the same order. Only waiting for a collective lets the other micr
 
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -136,21 +137,13 @@ class PairedGroup(dist.ProcessGroup):
         if self._together.works is None:
             return work
         self._together.works.append(work)
-        return _NotYet()
+        return SimpleNamespace(wait=lambda *_timeout: True)  # `end_together` waits
 
 
 class _Together(threading.local):
     """The works that a thread has started and not waited for, between the two calls."""
 
     works: "list[_PairedWork] | None" = None
-
-
-class _NotYet:
-    """A collective that `PairedGroup.end_together` waits for."""
-
-    def wait(self, *_timeout: Any) -> bool:
-        """Return at once; what the collective writes must not be read yet."""
-        return True
 
 
 class _PairedWork:

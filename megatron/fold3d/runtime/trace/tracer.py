@@ -34,6 +34,9 @@ class Tracer:
         config: the configuration of the run; it names the folder and the iterations.
         plans: the plans of the schedule; None for stock's.
         metrics: receives every iteration, on the rank that has writers.
+
+    Attributes:
+        stages: those of this rank's bucket groups, from the first iteration on.
     """
 
     def __init__(self, config: Fold3DConfig, plans: Plans, metrics: Metrics) -> None:
@@ -47,22 +50,18 @@ class Tracer:
         self._recorded: list[IterationTrace] = []
         self._written = 0
         self._given_up = False
-        self._stages: dict[Any, int] = {}
+        self.stages: dict[Any, int] = {}
 
     @contextmanager
     def iteration(self, number: int, chunks: Sequence[Any]) -> Iterator[None]:
         """Record an iteration over this rank's model chunks, if it is wanted."""
-        self._stages = self._stages or {
+        self.stages = self.stages or {
             bucket_group: self.stage(segment)
             for segment, chunk in enumerate(chunks)
             for bucket_group in bucket_groups(chunk)
         }
         with self.recorder.iteration(number):
             yield
-
-    def stage_of(self, bucket_group: Any) -> int | None:
-        """Return the stage of a bucket group of this rank's; None if unknown."""
-        return self._stages.get(bucket_group)
 
     def stage(self, segment: int) -> int:
         """Return this rank's stage in a segment."""

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, Self
@@ -28,6 +27,7 @@ from megatron.fold3d.runtime.transfers.p2p import make_groups
 _UNFINISHED_SENDS = 4  # a tensor more would wait; the verified plan runs with none unfinished
 _READ = {way.compute: way.receive for way in WAYS}
 _AT_THE_END = frozenset({FORTH.send, BACK.receive, BACK.compute})  # of a stage; others: its begin
+_Fetched = tuple[torch.Tensor, torch.Tensor, Future[Any]]  # slot, device tensor, its copy's event
 _COPIES = 2  # slots whose copy to the device may not be over yet
 
 
@@ -60,7 +60,8 @@ class HostLink:
         self._timeout_s = timeout.total_seconds()
         self.pool = PinnedPool(device)
         self._copies = Copies(device)
-        self._arriving: dict[Action, _Staged] = {}
+        # By receive: the slot, the tensor in it, and the work.
+        self._arriving: dict[Action, tuple[torch.Tensor, torch.Tensor, dist.Work]] = {}
         self._leaving: deque[tuple[Future[None], torch.Tensor]] = deque()  # with their slots
         # Events of copies, with the tensor that is kept for each, or the slot that is free then.
         self._copying: deque[tuple[Any, torch.Tensor | None, torch.Tensor | None]] = deque()
@@ -105,24 +106,26 @@ class HostLink:
     def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start to receive into host memory, as `P2P.post` says."""
         self._recycle()
-        staged = self._stage(shape, dtype)
+        slot, tensor = self._stage(shape, dtype)
         group, peer = self._groups[action.op], self._peers[action.op]
-        staged.work = dist.irecv(staged.tensor, group=group, group_src=peer)
-        self._arriving[action] = staged
+        work = dist.irecv(tensor, group=group, group_src=peer)
+        assert work is not None  # this rank is in the group
+        self._arriving[action] = slot, tensor, work
 
     def take(self, action: Action) -> torch.Tensor:
         """Return a received tensor, as `P2P.take` says.
 
         The host waits for the receive; the current stream waits for the copy to the device.
         """
-        fetched = self._fetched.pop(action, None) or self._fetch(action)
-        copied = fetched.copied.result(self._timeout_s)
+        is_fetched = action in self._fetched
+        slot, tensor, copy = self._fetched.pop(action) if is_fetched else self._fetch(action)
+        copied = copy.result(self._timeout_s)
         self._fetches.wait(copied)
-        self._copying.append((copied, None, fetched.slot))
+        self._copying.append((copied, None, slot))
         following = self._next.get(action)
         if following in self._arriving:
             self._fetched[following] = self._fetch(following)
-        return fetched.tensor
+        return tensor
 
     def announce(self, action: Action) -> None:
         """Do nothing: these transfers do not preempt DP.sync."""
@@ -132,19 +135,19 @@ class HostLink:
         self._recycle()
         while len(self._leaving) >= _UNFINISHED_SENDS:
             self._finish_first()
-        staged = self._stage(tensor.shape, tensor.dtype)
+        slot, staged = self._stage(tensor.shape, tensor.dtype)
         source = tensor.detach().contiguous()  # a batch of copies moves bytes as they lie
-        copied = self._copies.to_host([staged.tensor], [source])
+        copied = self._copies.to_host([staged], [source])
         self._copying.append((copied, source, None))
         group, peer = self._groups[action.op], self._peers[action.op]
 
         def deliver() -> None:
             copied.synchronize()
-            work = dist.isend(staged.tensor, group=group, group_dst=peer)
+            work = dist.isend(staged, group=group, group_dst=peer)
             assert work is not None
             work.wait()
 
-        self._leaving.append((self._sender.submit(deliver), staged.slot))
+        self._leaving.append((self._sender.submit(deliver), slot))
 
     def drain(self) -> None:
         """Wait until every send has left; every receive must have been taken."""
@@ -154,25 +157,25 @@ class HostLink:
             self._finish_first()
         self._recycle()
 
-    def _fetch(self, action: Action) -> "_Fetched":
+    def _fetch(self, action: Action) -> _Fetched:
         """Start to copy a tensor to the device as soon as it has been received."""
-        staged = self._arriving.pop(action)
-        tensor = torch.empty_like(staged.tensor, device=self._device)
+        slot, staged, work = self._arriving.pop(action)
+        tensor = torch.empty_like(staged, device=self._device)
         ready = self._fetches.now()  # its memory is free from here on
 
         def copy() -> Any:
-            assert staged.work is not None  # this rank is in the group
-            staged.work.wait()
-            return self._fetches.to_device([tensor], [staged.tensor], ready=ready)
+            work.wait()
+            return self._fetches.to_device([tensor], [staged], ready=ready)
 
-        return _Fetched(tensor, staged.slot, self._fetcher.submit(copy))
+        return slot, tensor, self._fetcher.submit(copy)
 
-    def _stage(self, shape: Sequence[int], dtype: torch.dtype) -> "_Staged":
+    def _stage(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a slot of host memory, and the tensor in it."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         while (slot := self.pool.take(num_bytes)) is None:  # the host is far ahead of the device
             self._copying[0][0].synchronize()
             self._recycle()
-        return _Staged(slot, slot[:num_bytes].view(dtype).view(tuple(shape)))
+        return slot, slot[:num_bytes].view(dtype).view(tuple(shape))
 
     def _finish_first(self) -> None:
         future, slot = self._leaving.popleft()
@@ -185,25 +188,6 @@ class HostLink:
             _, _, slot = self._copying.popleft()
             if slot is not None:
                 self.pool.give_back(slot)
-
-
-@dataclass(slots=True)
-class _Staged:
-    """A tensor in a slot of host memory."""
-
-    slot: torch.Tensor
-    tensor: torch.Tensor
-    work: dist.Work | None = None
-    """The work of its receive, if it is being received."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    """A tensor on the device, and the event of its copy once the copy has been started."""
-
-    tensor: torch.Tensor
-    slot: torch.Tensor
-    copied: Future[Any]
 
 
 class _Worker:

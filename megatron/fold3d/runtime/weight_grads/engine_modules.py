@@ -61,16 +61,13 @@ class EngineWeightGrads(SplitBackwards[Any]):
         Args:
             chunks: the model chunk of each stage whose weight gradients are delayed.
         """
-        for module in chain.from_iterable(self.modules.values()):
-            module.wgrad_store = type(module.wgrad_store)(delay_wgrad_compute=False)
+        before = [*chain.from_iterable(self.modules.values())]
         self.modules = {stage: list(_splittable(chunk)) for stage, chunk in chunks.items()}
-        for module in chain.from_iterable(self.modules.values()):
-            module.wgrad_store = type(module.wgrad_store)(delay_wgrad_compute=True)
-        self._delayed = frozenset(
-            parameter
-            for module in chain.from_iterable(self.modules.values())
-            for parameter in module.parameters(recurse=False)
-        )
+        now = [*chain.from_iterable(self.modules.values())]
+        for modules, delays in ((before, False), (now, True)):
+            for module in modules:
+                module.wgrad_store = type(module.wgrad_store)(delay_wgrad_compute=delays)
+        self._delayed = frozenset(p for module in now for p in module.parameters(recurse=False))
 
     @contextmanager
     def keeping(self, backward: Action) -> Iterator[None]:
