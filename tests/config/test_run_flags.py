@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.config.read_config import read_config
-from megatron.fold3d.config.run_flags import run_problems
+from megatron.fold3d.config.run_flags import data_problems, run_problems
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.training import launch
 
@@ -317,5 +317,34 @@ def test_a_plan_file_is_verified_before_megatron_prints_its_flags(
     args = parser.parse_args([*words, "--device", "cpu", *flags.split()])
     args.world_size = 4
     with pytest.raises(PlanError, match=re.escape(f"{path}: ")) as raised:
-        launch._check(args)
+        launch._check(args, [])
     assert problem in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("", True),
+        ("--data-path 1.0 /nowhere/corpus", True),
+        ("--mock-data", False),
+        ("--data-args-path FILE", False),
+        ("--valid-data-path s3://corpus", False),
+    ],
+)
+def test_data_are_looked_for_before_megatron_prints_its_flags(
+    parser: ArgumentParser, flags: str, refused: bool
+) -> None:
+    problems = [*data_problems(parser.parse_args(flags.split()), may_mock=True)]
+    assert [p.startswith("no data") for p in problems] == [True] * refused
+
+
+def test_a_file_that_is_no_index_is_named(parser: ArgumentParser, tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import _INDEX_HEADER
+
+    for end, content in (("bin", b""), ("idx", b"no index")):
+        (tmp_path / f"a.{end}").write_bytes(content)
+    args = parser.parse_args(["--data-path", str(tmp_path / "a")])
+    (problem,) = data_problems(args, may_mock=True)
+    assert problem.startswith(f"--data-path {tmp_path}/a: {tmp_path}/a.idx does not begin as")
+    (tmp_path / "a.idx").write_bytes(_INDEX_HEADER)
+    assert not [*data_problems(args, may_mock=True)]

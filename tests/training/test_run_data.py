@@ -1,7 +1,7 @@
 """Parts of the data that are wanted have a token; losses are looked at as the flags say."""
 
 import logging
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core import rerun_state_machine
-from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from fold3d_patches import cpu
 from fold3d_patches.registry import apply
-from megatron.fold3d.training import gpt, pretraining
+from megatron.fold3d.training import pretraining
 
 
 def write_documents(prefix: Path, lengths: Sequence[int]) -> str:
@@ -34,25 +34,6 @@ def found(
     whole = (list(data), weights) if args.split else None
     parts = None if args.split else [part and ([part], None) for part in data]
     return [*pretraining._parts(args, whole, parts, by_documents=False)]
-
-
-@pytest.mark.parametrize("flags", ["", "--data-path 1.0 /nowhere/corpus"])
-def test_data_are_looked_for(parser: ArgumentParser, flags: str) -> None:
-    local = ["--transformer-impl", "local"]
-    with pytest.raises(ValueError, match=r"^no data"):
-        gpt.check(parser.parse_args([*local, *flags.split()]))
-    gpt.check(parser.parse_args([*local, "--mock-data"]))
-
-
-def test_a_file_that_is_no_index_is_named(parser: ArgumentParser, tmp_path: Path) -> None:
-    prefix = write_documents(tmp_path / "a", [4] * 10)
-    flags = f"--transformer-impl local --split 8,1,1 --data-path {prefix}"
-    args = parser.parse_args(flags.split())
-    gpt.check(args)
-    index = tmp_path / "a.idx"
-    index.write_bytes(index.read_bytes()[len(_INDEX_HEADER) :])
-    with pytest.raises(ValueError, match=rf"^data in {index}: it does not begin as an index"):
-        gpt.check(args)
 
 
 def test_each_part_is_a_document_at_least(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,6 +51,7 @@ _CLASHES = {
     },
 }
 _FROM_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+_INDEX_HEADER = b"MMIDIDX\x00\x00"
 _FROM_VOCABULARY = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
 
 
@@ -188,6 +189,50 @@ def _data(args: Namespace) -> Iterator[str]:
             f"--split {args.split}: it is the shares of training, validation and test, three "
             "numbers at most; give 969,30,1, say"
         )
+
+
+def data_problems(args: Namespace, *, may_mock: bool) -> Iterator[str]:
+    """Yield one message where no flag names data, or ``--data-path`` those that this node lacks.
+
+    Args:
+        args: Megatron's namespace, as parsed.
+        may_mock: whether the script also trains on ``--mock-data``.
+    """
+    prefixes = [word for word in args.data_path or () if not _is_weight(word) and "://" not in word]
+    missing = [
+        p for p in prefixes if not all(Path(f"{p}.{end}").is_file() for end in ("bin", "idx"))
+    ]
+    others = (
+        *(args.mock_data, args.data_args_path, args.per_split_data_args_path),
+        *(args.train_data_path, args.valid_data_path, args.test_data_path),
+    )
+    if missing or not (args.data_path or any(others)):
+        yield no_data(missing, may_mock=may_mock)
+        return
+    for prefix in prefixes:
+        with Path(f"{prefix}.idx").open("rb") as index:
+            if index.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
+                yield (
+                    f"--data-path {prefix}: {prefix}.idx does not begin as an index of Megatron's; "
+                    "make it anew with scripts/prepare_data.py"
+                )
+
+
+def no_data(missing: Sequence[str], *, may_mock: bool) -> str:
+    """Return the message about data that are not there, or that no flag names."""
+    return (
+        f"no data{' at ' if missing else ''}{', '.join(missing)}: --data-path takes the path "
+        "of a .bin and an .idx file, without the ending; make them with "
+        f"scripts/prepare_data.py{', or give --mock-data' if may_mock else ''}"
+    )
+
+
+def _is_weight(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_split(text: str) -> bool:

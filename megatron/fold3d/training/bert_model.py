@@ -11,6 +11,12 @@ from megatron.core.models.bert.bert_layer_specs import (
     get_bert_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
 from megatron.training import get_args
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.vocab_utils import calculate_padded_vocab_size
@@ -30,8 +36,8 @@ class BertModelBuilder(GPTModelBuilder):  # type: ignore[misc]
     def build_model(
         self,
         pg_collection: Any,
-        pre_process: bool,
-        post_process: bool,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> BertModel:
         """Return the chunk of a virtual stage, with the embedding and the heads where they go."""
@@ -41,6 +47,11 @@ class BertModelBuilder(GPTModelBuilder):  # type: ignore[misc]
             vocab_size = calculate_padded_vocab_size(
                 vocab_size, options.make_vocab_size_divisible_by, options.tensor_model_parallel_size
             )
+        virtual = {"vp_stage": vp_stage, "vp_size": options.virtual_pipeline_model_parallel_size}
+        if pre_process is None:
+            pre_process = is_vp_first_stage(**virtual) and is_pp_first_stage(pg_collection.pp)
+        if post_process is None:
+            post_process = is_vp_last_stage(**virtual) and is_pp_last_stage(pg_collection.pp)
         has_binary_head = get_args().bert_binary_head
         return BertModel(
             config=options.transformer,

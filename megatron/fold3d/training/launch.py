@@ -39,7 +39,7 @@ from megatron.fold3d.config.gpu_settings import (
 )
 from megatron.fold3d.config.job_sizes import num_microbatches
 from megatron.fold3d.config.read_config import read_config
-from megatron.fold3d.config.run_flags import run_problems
+from megatron.fold3d.config.run_flags import data_problems, run_problems
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.config.spelling import flag_of
 from megatron.fold3d.config.unread_flags import unread_flags
@@ -174,7 +174,7 @@ def prepare(
         cpu_flags.check(args)
     if checks:
         dry_run.set_world_size(args, known)
-    _check(args)
+    _check(args, [] if builds_own_model else [*data_problems(args, may_mock=family == "gpt")])
     if args.segments == AUTO:
         if checks:
             raise ValueError(
@@ -266,13 +266,13 @@ def tell_checked(args: Namespace, absent: Sequence[str] = ()) -> int:
     return 0
 
 
-def _check(args: Namespace) -> None:
-    """Refuse parsed flags that cannot work.
+def _check(args: Namespace, more: Sequence[str]) -> None:
+    """Refuse parsed flags that cannot work, together with the problems in ``more``.
 
     Raises:
         ValueError: one line for each rule that is broken.
     """
-    problems = [*run_problems(args), *gpu_problems(args, word_of(args).order)]
+    problems = [*run_problems(args), *gpu_problems(args, word_of(args).order), *more]
     try:
         read_config(args)
     except ValueError as error:

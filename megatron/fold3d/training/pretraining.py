@@ -4,7 +4,6 @@ import functools
 from argparse import Namespace
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +11,14 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
-from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron.fold3d.commands.installation import install
+from megatron.fold3d.config.run_flags import no_data
 from megatron.fold3d.config.spelling import flag_of
 
 # Options that Megatron's flags and its datasets call by one name.
@@ -99,21 +99,10 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
         raise ValueError("\n".join(absent))
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     prefixes = [prefix for b in (blend, *(blend_per_split or ())) if b for prefix in b[0]]
-    by_documents = "mock_data" in foreign  # as a BERT's data are split, a GPT's are by sequences
     missing = [prefix for prefix in prefixes if not IndexedDataset.exists(prefix)]
     if missing or not (prefixes or args.mock_data):
-        raise ValueError(
-            f"no data{' at ' if missing else ''}{', '.join(missing)}: --data-path takes the path "
-            "of a .bin and an .idx file, without the ending; make them with "
-            f"scripts/prepare_data.py{'' if by_documents else ', or give --mock-data'}"
-        )
-    for index in (f"{prefix}.idx" for prefix in prefixes if not is_object_storage_path(prefix)):
-        with Path(index).open("rb") as file:
-            if file.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
-                raise ValueError(
-                    f"data in {index}: it does not begin as an index of Megatron's; make it anew "
-                    "with scripts/prepare_data.py"
-                )
+        raise ValueError(no_data(missing, may_mock="mock_data" not in foreign))
+    by_documents = "mock_data" in foreign  # as a BERT's data are split, a GPT's are by sequences
     if not args.mock_data and (problems := [*_parts(args, blend, blend_per_split, by_documents)]):
         raise ValueError("\n".join(problems))
 
