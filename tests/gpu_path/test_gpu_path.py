@@ -37,6 +37,8 @@ ONE_QUEUE, MANY = 1, 64
         (CASES[7], ONE_QUEUE),
         (CASES[10], ONE_QUEUE),
         (CASES[19], ONE_QUEUE),
+        (CASES[20], MANY),
+        (CASES[21], MANY),
     ],
     ids=str,
 )

@@ -241,6 +241,7 @@ def gpu_node(machine: Machine) -> Callable[..., subprocess.CompletedProcess[str]
     python = machine.command(
         "stub",
         """
+        [[ $* == *"$HANGS"* ]] && sleep 100
         [[ $* == *":step=next"* ]] && loss=$LOSS || loss=2.000000E+00
         [[ $* == *"/trace/"* ]] && ms=100.0 || ms=$SLOW
         for i in {1..20}; do
@@ -253,10 +254,12 @@ def gpu_node(machine: Machine) -> Callable[..., subprocess.CompletedProcess[str]
         machine.command(tool, "exit 0")
 
     def run(
-        *steps: str, loss: str = "2.000000E+00", untraced_ms: str = "99.0"
+        *steps: str, loss: str = "2.000000E+00", untraced_ms: str = "99.0", hangs: str = "none"
     ) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "GPUS": "8", "IMPLEMENTATIONS": "local transformer_engine"}
-        environment |= {"LOSS": loss, "SLOW": untraced_ms}
+        environment |= {"LOSS": loss, "SLOW": untraced_ms, "HANGS": hangs}
+        if hangs != "none":
+            environment["STEP_SECONDS"] = "1"
         environment |= {"PATH": f"{machine.bin}:{environment['PATH']}", "CUDA_HOME": ""}
         command = [ROOT / "scripts/gpu.sh", folder, python, *steps]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
@@ -299,6 +302,13 @@ def test_other_losses_and_slow_traces_contradict_claims(gpu_node):
     assert "failed: local-dp-share-losses local-pp-traced-time; see " in done.stderr
     assert f"\nCONTRADICTED  {TRACES} \n" in done.stdout
     assert "\nCONTRADICTED  activations and messages in host memory and DP.sync in " in done.stdout
+
+
+def test_a_step_that_hangs_fails_and_stops_no_other(gpu_node):
+    done = gpu_node("queue-1", "queue-8", "local-stock", hangs="bench.queues")
+    assert done.returncode == 1
+    assert "failed: queue-1 queue-8; see " in done.stderr
+    assert "lm loss: 2.000000E+00" in done.stdout.partition("local-stock  ")[2]
 
 
 def test_every_stress_check_is_run_with_options_that_it_has(machine: Machine):
