@@ -393,7 +393,7 @@ def test_an_ablation_is_collected_from_a_cluster(
     assert gains.at("megatron", "CPU").ours == 1
     assert gains.columns == ["CPU"]
     missing = "1 megatron-best, 2 dspeed3d, 3 aiao, 4 aiao+split, 5 aiao+offload, 6 aiao+preempt"
-    assert any(f"cpux4 of {missing}, 8 auto; sbatch" in note for note in result.notes)
+    assert any(f"cpux4: {missing}, 8 auto; to go on: sbatch" in note for note in result.notes)
 
 
 def _run(*command: str | Path) -> str:
