@@ -63,9 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(result.text())
     if result.curves:
         args.pictures.mkdir(parents=True, exist_ok=True)
-        file = args.pictures / f"{result.name}-curves.svg"
-        file.write_text(result.curves, encoding="utf-8")
-        print(f"\ncurves in {file}")
+        files = [args.pictures / f"{result.name}-curves.{suffix}" for suffix in result.curves]
+        for file, drawn in zip(files, result.curves.values(), strict=True):
+            file.write_bytes(drawn)
+        print("\ncurves in", *files)
     if can_draw():
         pictures = draw(result, args.pictures, measured=args.collect is not None)
         print("\ndrawn in", *pictures)

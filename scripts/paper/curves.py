@@ -44,14 +44,17 @@ def stored() -> dict[str, Curve]:
     return {name: Curve(**found) for name, found in json.loads(FILE.read_text()).items()}
 
 
-def picture(curves: Mapping[str, Curve]) -> str:
-    """Return the SVG of the losses, over iterations and over time; empty without matplotlib."""
+def picture(curves: Mapping[str, Curve]) -> dict[str, bytes]:
+    """Return the losses over iterations and over time, by suffix; empty without matplotlib."""
     if not can_draw():
-        return ""
+        return {}
     over_time = {name: curve.points() for name, curve in curves.items()}
     over_steps = {
         name: [(n, loss) for n, (_, loss) in enumerate(points, _SMOOTHED)]
         for name, points in over_time.items()
     }
     title = "Loss of a small GPT on real text, measured"
-    return plot_losses(title, {"iteration": over_steps, "seconds": over_time})
+    return {
+        kind: plot_losses(title, {"iteration": over_steps, "seconds": over_time}, kind)
+        for kind in ("svg", "png")
+    }

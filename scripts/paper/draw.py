@@ -48,7 +48,7 @@ def _picture(result: Result, grid: Grid, stem: Path, *, measured: bool) -> list[
     for index, column in enumerate(columns):
         _bars(axes, grid, column, index, len(columns), measured=measured)
     axes.set_xticks(range(len(rows)), rows, rotation=45, ha="right", fontsize=8)
-    axes.set_ylabel(grid.title.partition(",")[0])
+    axes.set_ylabel(grid.axis or grid.title)
     axes.set_title(f"{result.title} ({'measured' if measured else 'simulated'})", fontsize=10)
     by_label = {text: bars for bars, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     if outline := by_label.pop(_PUBLISHED, None):

@@ -6,13 +6,13 @@ experiment's result. Each task has a folder of its own for log, trace and checkp
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron.fold3d.observe.breakdown import Breakdown
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.observe.runs import read_run
+from megatron.fold3d.observe.runs import Run, check_same_job, read_run
 from megatron.fold3d.observe.training_log import Spread
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from scripts.paper.job_scripts import DATA, GPUS_PER_NODE, Task, command, script
@@ -22,6 +22,7 @@ from scripts.paper.simulated import usable_share
 from scripts.paper.systems import SYSTEMS
 
 _INDEX = "tasks.json"
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _WARMUP = 10  # iterations; `auto` tries its choices in the first nine
 Experiment = Callable[[Times], Result]
 
@@ -101,25 +102,26 @@ def _described(point: Point) -> str:
 
 
 def collect(name: str, experiment: Experiment, folder: Path) -> Result:
-    """Return the result of the tasks that have run.
+    """Return the result of the tasks that have run to their end.
 
     Raises:
-        ValueError: the folder has no tasks, or none of them has run.
+        ValueError: the folder has no tasks, none has run to its end, or one trained another job.
     """
     try:
         rows = json.loads((folder / _INDEX).read_text())
     except OSError as error:
         raise ValueError(f"{error}; --emit {folder} writes it") from None
     tasks = [Task(**row | {"point": Point(**row["point"])}) for row in rows]
-    found = {(task.point, task.system): _measured(task, folder) for task in tasks}
-    missing = list(_missing([t for t in tasks if not found[t.point, t.system]], folder))
-    if not any(found.values()):
-        raise ValueError(f"no job has run: {missing[0]}")
+    runs = {task: run for task in tasks if (run := _run(task, folder))}
+    _check_jobs(runs)
+    found = {(t.point, t.system): _iteration(run) for t, run in runs.items() if _has_ended(run)}
+    missing = list(_missing([t for t in tasks if (t.point, t.system) not in found], runs, folder))
+    if not found:
+        raise ValueError(f"no job has ended: {missing[0]}")
     result = experiment(lambda point, system: found.get((point, system)))
     numbers = (
         number(_described(point), system, ran, lambda seconds: seconds * 1e3)
         for (point, system), ran in found.items()
-        if ran
     )
     times = Grid(title="ms of an iteration [quartiles]", numbers=tuple(numbers))
     return replace(
@@ -130,22 +132,52 @@ def collect(name: str, experiment: Experiment, folder: Path) -> Result:
     )
 
 
-def _missing(tasks: Iterable[Task], folder: Path) -> Iterator[str]:
-    """Yield a line for each allocation with tasks to run: which, and how."""
-    for own in _by_allocation(tasks):
-        names = ", ".join(f"{task.number} {task.system}" for task in own)
-        how = command(own[0].script(folder), own)
-        yield f"no iteration after {_WARMUP} in {folder / own[0].array} of {names}; {how}"
-
-
-def _measured(task: Task, folder: Path) -> Iteration | None:
-    """Return a task's iteration, or None; without a trace all its time counts as forward."""
+def _run(task: Task, folder: Path) -> Run | None:
+    """Return what a task's log and trace record, or None."""
     try:
-        run = read_run(task.place(folder), task.system, _WARMUP)
+        run = read_run(task.place(folder), f"{task.array}/{task.number} {task.system}", _WARMUP)
     except ValueError:
         return None
-    if not run.times_s:
-        return None
+    return run if run.iterations else None
+
+
+def _check_jobs(runs: Mapping[Task, Run]) -> None:
+    """Return if each run trained the model and batch of its task, and all had one seed.
+
+    Raises:
+        ValueError: one did not.
+    """
+    for task, run in runs.items():
+        shape, batch = asdict(model_shape(task.point.model)), str(task.point.batch)
+        asked = {name: str(shape[name]) for name in _SIZES} | {"global_batch_size": batch}
+        check_same_job([replace(run, name="its task", flags=asked), run])
+    seeds = [{"seed": run.flags.get("seed", "")} for run in runs.values()]
+    if runs:
+        check_same_job([replace(r, flags=s) for r, s in zip(runs.values(), seeds, strict=True)])
+
+
+def _has_ended(run: Run) -> bool:
+    return run.iterations[-1].number == run.iterations[-1].last and bool(run.timed)
+
+
+def _missing(tasks: Iterable[Task], runs: Mapping[Task, Run], folder: Path) -> Iterator[str]:
+    """Yield a line for each allocation with tasks to run: which, and how."""
+    for own in _by_allocation(tasks):
+        names = ", ".join(
+            f"{task.number} {task.system}" + (f" ({_stopped(runs[task])})" if task in runs else "")
+            for task in own
+        )
+        how = command(own[0].script(folder), own)
+        yield f"not ended in {folder / own[0].array}: {names}; to go on: {how}"
+
+
+def _stopped(run: Run) -> str:
+    last = run.iterations[-1]
+    return f"{last.number} of {last.last} iterations, the first {_WARMUP} not timed"
+
+
+def _iteration(run: Run) -> Iteration:
+    """Return a run's iteration; without a trace all its time counts as forward."""
     spread = Spread.of([seconds * 1e3 for seconds in run.times_s])
     row = run.row or Breakdown(of_rank=(Exposure(forward_s=1.0),))
     traced = row.iteration

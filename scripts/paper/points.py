@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.training_flops import training_flops
 from scripts.paper.published_rows import MICROBATCH_SIZE
 from scripts.paper.results import Number, Published
@@ -78,8 +78,8 @@ class Iteration:
 
 A100_39B = Point(node="a100", model="gpt3-39b", batch=256, dp=4, pp=4, tp=8)
 V100_39B = Point(node="v100", model="gpt3-39b", batch=128, dp=2, pp=4, tp=8)
-TFLOPS = "Hardware TFLOP/s of a GPU, which are 1.33 of the model's"
-"""The title of what `rate` returns."""
+TFLOPS = "Hardware TFLOP/s of a GPU (1.33 of model TFLOP/s)"
+"""The title of what `rate` returns: both ways to count, of which the paper has the first."""
 Times = Callable[[Point, str], Iteration | None]
 """A system's iteration of a point; None if it has not run."""
 
@@ -109,6 +109,12 @@ def tflops(point: Point, seconds: float) -> float:
 def flops(point: Point) -> float:
     """Return the FLOPs of an iteration, recomputation included."""
     return point.batch * training_flops(model_shape(point.model), "full").hardware
+
+
+def model_share(shape: ModelShape) -> float:
+    """Return the model's part of hardware FLOPs; the rest is the recomputed forward."""
+    counted = training_flops(shape, "full")
+    return counted.model / counted.hardware
 
 
 def rate(

@@ -1,7 +1,7 @@
 """What an experiment found: numbers of ours beside the paper's, and their text form."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
 Published = float | tuple[float, float] | None
@@ -41,11 +41,13 @@ class Grid:
         title: what they are, with their unit.
         numbers: in the order of rows and columns.
         drawn: the columns that a picture has; empty means that the grid is not drawn.
+        axis: what they are; by default the title.
     """
 
     title: str
     numbers: tuple[Number, ...]
     drawn: tuple[str, ...] = ()
+    axis: str = ""
 
     @property
     def rows(self) -> list[str]:
@@ -77,7 +79,7 @@ class Result:
         grids: its numbers.
         verdicts: claims of the text that are no numbers, and whether they hold here.
         notes: what to know, such as what no simulation gives.
-        curves: an SVG of loss curves, if it has any.
+        curves: a picture of loss curves, by the suffix of its file; empty if it has none.
     """
 
     name: str
@@ -85,7 +87,7 @@ class Result:
     grids: tuple[Grid, ...]
     verdicts: tuple[tuple[str, bool], ...] = ()
     notes: tuple[str, ...] = ()
-    curves: str = ""
+    curves: Mapping[str, bytes] = field(default_factory=dict)
 
     def text(self) -> str:
         """Return the result for people."""

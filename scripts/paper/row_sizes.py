@@ -16,6 +16,7 @@ from megatron.fold3d.predict.cost_model.sizes import (
 )
 from megatron.fold3d.predict.search.candidates import Candidate
 from scripts.paper.perf_model import aiao_activation_bytes
+from scripts.paper.points import model_share
 from scripts.paper.published_rows import (
     GRADIENT_BYTES,
     MICROBATCH_SIZE,
@@ -33,7 +34,7 @@ Published memory of DSpeed3D is that of replicas which hold all of it, so it is 
 
 
 def predict_sizes(tables: Tables, row: Row, iteration_ms: float) -> dict[str, float]:
-    """Return the row's memory in GB, its TFLOP/s per GPU, and their percentage of the peak."""
+    """Return memory in GB, hardware and model TFLOP/s of a GPU, and the first as % of the peak."""
     measured = tables.measured(row)
     thrp = float(measured["thrp_tflops"]) * published_ms(measured) / iteration_ms
     gpu_bytes = _pipeline_bytes(tables, row) if row.get("pp") else _zero3_bytes(tables, row)
@@ -42,6 +43,7 @@ def predict_sizes(tables: Tables, row: Row, iteration_ms: float) -> dict[str, fl
         "gmem_gb": gpu_bytes / 1e9,
         **host_bytes,
         "thrp_tflops": thrp,
+        "model_tflops": thrp * model_share(tables.shapes[row["model"]]),
         "util_pct": thrp / tables.peak_tflops[row["cluster"]] * 100,
     }
 

@@ -4,7 +4,8 @@ from functools import cache
 from math import prod
 from pathlib import Path
 
-from scripts.paper.points import Point, Times, tflops
+from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from scripts.paper.points import Point, Times, model_share, tflops
 from scripts.paper.published_rows import COLUMNS, SIZES, Row, Tables, published_ms
 from scripts.paper.results import Grid, Number, Result
 from scripts.paper.row_sizes import predict_sizes
@@ -15,6 +16,7 @@ FILE = Path(__file__).parents[2] / "tests/data/fold3d_tables.json"
 CALIBRATION = "GPT-3 18B"
 """The model whose rows the constants are fitted to; all others are predictions."""
 _ITERATION = "iteration_ms"
+_TFLOPS = {"thrp_tflops": "hardware TFLOP/s", "model_tflops": "model TFLOP/s"}
 _ROMAN = {"II": ("GPT-3 18B", "GPT-3 39B"), "III": ("BERT", "T-NLG", "CPM", "T5")}
 
 
@@ -68,12 +70,12 @@ def _table(name: str, number: str, times: Times | None) -> Result:
         numbers += [
             Number(
                 _label(row),
-                column.partition("_")[0],
+                _TFLOPS.get(column, column.partition("_")[0]),
                 ours.get(column),
                 theirs.get(column),
                 spread if column == _ITERATION else None,
             )
-            for column in (_ITERATION, *COLUMNS, *SIZES)
+            for column in (_ITERATION, *COLUMNS, *SIZES, "model_tflops")
             if column in ours or theirs.get(column) is not None
         ]
     rates = [f"{c} {rate / 1e9:.2f} GB/s" for c, rate in fit.sync_bytes_per_s.items()]
@@ -86,6 +88,7 @@ def _table(name: str, number: str, times: Times | None) -> Result:
     ]
     grid = Grid(
         title="Milliseconds, GB of a GPU and of a host, TFLOP/s of a GPU, % of its peak",
+        axis="ms of an iteration",
         numbers=tuple(numbers),
         drawn=("iteration",),
     )
@@ -114,6 +117,7 @@ def _measured(
             columns[column] = held / 1e9
     rate = tflops(point, found.total_s)
     columns |= {"thrp_tflops": rate, "util_pct": rate / peak_tflops * 100}
+    columns["model_tflops"] = rate * model_share(model_shape(point.model))
     low_s, high_s = found.quartiles_s or (found.total_s, found.total_s)
     return columns, (low_s * 1e3, high_s * 1e3)
 

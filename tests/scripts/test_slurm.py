@@ -156,6 +156,14 @@ def test_a_model_that_a_slurm_script_does_not_know_is_refused(
 
 
 @pytest.mark.processes
+def test_a_model_that_v100s_hold_once_alone_is_refused_in_a_line(checkout: Path):
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        _asked_for(checkout, "v100.sbatch", ["gpt3-81b"])
+    (line,) = caught.value.stderr.splitlines()
+    assert line.startswith("v100.sbatch: error: 64 V100 hold one replica of gpt3-81b at most, ")
+
+
+@pytest.mark.processes
 def test_outside_of_a_checkout_the_scripts_say_so(checkout: Path):
     (checkout / "pretrain_gpt.py").unlink()
     with pytest.raises(subprocess.CalledProcessError) as caught:
@@ -385,7 +393,7 @@ def test_an_ablation_is_collected_from_a_cluster(
     assert gains.at("megatron", "CPU").ours == 1
     assert gains.columns == ["CPU"]
     missing = "1 megatron-best, 2 dspeed3d, 3 aiao, 4 aiao+split, 5 aiao+offload, 6 aiao+preempt"
-    assert any(f"cpux4 of {missing}, 8 auto; sbatch" in note for note in result.notes)
+    assert any(f"cpux4: {missing}, 8 auto; to go on: sbatch" in note for note in result.notes)
 
 
 def _run(*command: str | Path) -> str:

@@ -85,7 +85,7 @@ def run(args: Namespace) -> int:
             args.svg = args.runs[0] / "losses.svg"
     compared = _compared(runs)
     if args.svg:
-        args.svg.write_text(_losses_svg(runs), encoding="utf-8")
+        args.svg.write_bytes(_losses_svg(runs))
     if args.timelines:
         args.timelines.write_text(timelines_svg(runs, compared), encoding="utf-8")
     if args.html:
@@ -247,7 +247,7 @@ def _speed(run: Run) -> dict[str, float | None]:
     }
 
 
-def _losses_svg(runs: Sequence[Run]) -> str:
+def _losses_svg(runs: Sequence[Run]) -> bytes:
     if not any(run.losses() for run in runs):
         raise ValueError("--svg: no run has a loss in its log; drop --svg")
     times = {run.name: run.loss_over_time() for run in runs}

@@ -1,7 +1,7 @@
 """Plots, which matplotlib draws: an extra, so that who asks for no picture needs no library."""
 
 from collections.abc import Mapping, Sequence
-from io import StringIO
+from io import BytesIO
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def figure(asked: str, width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def plot_losses(title: str, panels: Mapping[str, Lines]) -> str:
-    """Return the SVG of losses, in plots side by side; equal losses give equal bytes.
+def plot_losses(title: str, panels: Mapping[str, Lines], kind: str = "svg") -> bytes:
+    """Return losses in plots side by side, an SVG or a ``png``; equal losses give equal bytes.
 
     Args:
         title: stands above them.
@@ -49,7 +49,7 @@ def plot_losses(title: str, panels: Mapping[str, Lines]) -> str:
             x, y = [x for x, _ in points], [y for _, y in points]
             axes.plot(x, y, style, label=name, gid=f"{name} over {over}")
     picture.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    text = StringIO()
+    written = BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        picture.savefig(text, format="svg", metadata={"Date": None, "Title": title})
-    return text.getvalue()
+        picture.savefig(written, format=kind, metadata={"Date": None, "Title": title})
+    return written.getvalue()

@@ -87,7 +87,8 @@ def test_what_no_simulation_gives_is_named(results):
     for name in ("fig12", "fig14"):
         (note,) = (note for note in results[name].notes if "from no simulation" in note)
         assert "need training of GPT-3 39B" in note
-        lines = re.findall(r'id="[^"]+ over (?:iteration|seconds)"', results[name].curves)
+        svg = results[name].curves["svg"].decode()
+        lines = re.findall(r'id="[^"]+ over (?:iteration|seconds)"', svg)
         assert len(lines) == 2 * 9
 
 
@@ -133,12 +134,37 @@ def test_without_matplotlib_one_line_says_how_to_get_pictures(
 @pytest.mark.processes  # matplotlib lists the system's fonts once
 @pytest.mark.slow
 @pytest.mark.skipif(not can_draw(), reason="needs matplotlib")
-def test_a_picture_says_that_it_is_simulated_and_has_published_values(results, tmp_path: Path):
-    paths = draw(results["fig12"], tmp_path)
-    assert [path.name for path in paths] == ["fig12.svg", "fig12.png"]
-    assert all(path.stat().st_size > 1000 for path in paths)
-    assert "(simulated)" in paths[0].read_text()
-    assert "published" in paths[0].read_text()
+@pytest.mark.parametrize("name", command.EXPERIMENTS)
+def test_a_picture_says_that_it_is_simulated_and_hatches_its_bars(results, name, tmp_path: Path):
+    svg, png = draw(results[name], tmp_path)
+    assert (svg.name, png.name) == (f"{name}.svg", f"{name}.png")
+    assert png.stat().st_size > 1000
+    text = svg.read_text()
+    bars = sum(n.column in g.drawn for g in results[name].grids for n in g.numbers)
+    assert "(simulated)" in text
+    assert text.count("url(#h") >= bars
+    published = any(
+        isinstance(n.published, float) and n.column in g.drawn
+        for g in results[name].grids
+        for n in g.numbers
+    )
+    assert ("published" in re.findall(r">([^<]*)</text>", text)) == published
+
+
+@pytest.mark.skipif(not can_draw(), reason="needs matplotlib")
+def test_loss_curves_are_pictures_of_both_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert command.main(["fig14", "--pictures", str(tmp_path)]) == 0
+    svg, png = tmp_path / "fig14-curves.svg", tmp_path / "fig14-curves.png"
+    assert f"curves in {svg} {png}" in capsys.readouterr().out
+    assert svg.read_text().startswith("<?xml")
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_name_that_is_mistyped_gets_the_known_ones(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        command.main(["fig3"])
+    said = capsys.readouterr().err
+    assert all(name in said.partition("choose from")[2] for name in command.EXPERIMENTS)
 
 
 @pytest.mark.slow
@@ -148,7 +174,7 @@ def test_pictures_of_the_docs_show_todays_numbers(results):
         picture = ElementTree.parse(PICTURES / f"{name}.svg")
         (described,) = picture.iter("{http://purl.org/dc/elements/1.1/}description")
         assert described.text == result.text()
-    assert (PICTURES / "fig12-curves.svg").read_text() == results["fig12"].curves
+    assert (PICTURES / "fig12-curves.svg").read_bytes() == results["fig12"].curves["svg"]
 
 
 def test_a_grid_without_drawn_columns_has_no_picture(tmp_path: Path):

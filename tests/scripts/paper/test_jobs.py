@@ -11,6 +11,7 @@ import pytest
 
 from megatron.fold3d.config import gpu_settings
 from scripts.paper import __main__ as command
+from scripts.paper.draw import can_draw
 from scripts.paper.jobs import collect, emit
 from scripts.paper.systems import SYSTEMS
 from tests.commands.traces import write_traces
@@ -72,18 +73,24 @@ def test_each_allocation_has_a_task_for_each_system_that_it_can_run(tmp_path: Pa
 @pytest.mark.gloo
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # 90 s of an idle machine
+@pytest.mark.timeout(2400)  # 90 s of an idle machine, either way
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.stress)])
 def test_a_task_of_each_system_model_and_node_passes_the_check(
     tmp_path: Path,
     bert_data: list[str],  # noqa: F811
+    every: bool,
 ):
-    found: dict[tuple[str, ...], tuple[Path, dict[str, Any]]] = {}
+    """Every task, once where experiments share it, is checked by `make stress` alone.
+
+    2026-11-28: all 78 can begin, with what `auto` would try; 79 s on two cores.
+    """
+    found: dict[tuple[Any, ...], tuple[Path, dict[str, Any]]] = {}
     for name in RUNNABLE:
         for task in tasks_of(name, tmp_path / name)[0]:
             point, system = task["point"], task["system"]
             if point["node"] not in ("cpu", "testbed"):
-                kind = (point["model"], point["node"], system)
-                found.setdefault(kind, (tmp_path / name, task))
+                job = point.values() if every else (point["model"], point["node"])
+                found.setdefault((*job, system), (tmp_path / name, task))
     assert {system for *_, system in found} == {*SYSTEMS}
 
     def check(folder: Path, task: dict[str, Any]) -> None:
@@ -92,16 +99,18 @@ def test_a_task_of_each_system_model_and_node_passes_the_check(
         queues, words = _asked_for(folder, array, task["number"], data)
         many = {"zero3": "8", "fold3d": "32", "aiao+preempt": "32"}
         assert queues == many.get(task["system"], "1")
-        ((code, out, err),) = run_distributed(_checked, 1, [*words, "--check", cluster], queues)
+        words += ["--check", cluster]
+        ((code, out, err),) = run_distributed(_checked, 1, words, queues, every)
         assert code == 0, f"{task}: {err}"
         assert out.startswith(f"can begin: {cluster.partition('x')[2]} ranks, dp=")
+        assert ("is then predicted to try" in out) == (every and task["system"] == "auto")
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(check, *one) for one in found.values()]:
             done.result()
 
 
-def _checked(words: Sequence[str], queues: str) -> tuple[int, str, str]:
+def _checked(words: Sequence[str], queues: str, tries: bool) -> tuple[int, str, str]:
     """Check a task where `make build-cuda` has built its library, for which a file stands in.
 
     What ``auto`` would try takes longer to find than all else, and other tests ask for it.
@@ -109,7 +118,8 @@ def _checked(words: Sequence[str], queues: str) -> tuple[int, str, str]:
     from megatron.fold3d.training import dry_run
 
     gpu_settings.OFFLOAD_LIBRARY = Path(__file__)
-    dry_run.tries = lambda run, config: ()
+    if not tries:
+        dry_run.tries = lambda run, config: ()
     program, *flags = words
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
     return checked(None, flags, environment, program.removesuffix(".py"))
@@ -149,12 +159,68 @@ def test_what_ran_is_shown_in_the_experiments_own_table(tmp_path: Path):
     assert [n.ours for n in times.numbers] == [5400.0, 7100.0, 8100.0]
     assert times.numbers[0].spread == (5397.75, 5402.25)
     assert result.notes[-1] == (
-        f"no iteration after 10 in {tmp_path}/a100x128 of 3 zero3, 4 fold3d, 5 megatron, "
-        "6 dspeed3d, 7 zero3, 8 fold3d, 9 megatron, 10 dspeed3d, 11 zero3; "
+        f"not ended in {tmp_path}/a100x128: 3 zero3, 4 fold3d, 5 megatron, 6 dspeed3d, 7 zero3, "
+        "8 fold3d, 9 megatron, 10 dspeed3d, 11 zero3; to go on: "
         f"sbatch --array=3,4,5,6,7,8,9,10,11 {tmp_path}/a100x128.sbatch"
     )
     assert "megatron  88.3 >" not in result.text()
     assert "? > -" in result.text()
+
+
+def test_a_run_that_stopped_is_named_and_not_shown(tmp_path: Path):
+    tasks_of("fig14", tmp_path)
+    whole, stopped = (tmp_path / "a100x128" / number / "train.log" for number in "01")
+    whole.write_text(log(7100) + "\n")
+    stopped.write_text("\n".join(log(5400).splitlines()[:14]) + "\n")
+    result = collect("fig14", command.EXPERIMENTS["fig14"], tmp_path)
+    (*_, times) = result.grids
+    assert [n.column for n in times.numbers] == ["megatron"]
+    assert result.notes[-1] == (
+        f"not ended in {tmp_path}/a100x128: 1 fold3d (14 of 20 iterations, the first 10 not timed);"
+        f" to go on: sbatch --array=1 {tmp_path}/a100x128.sbatch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "flag", "value", "message"),
+    [
+        (0, "num_layers", 40, "0 megatron trained another model than its task: num_layers 40, not"),
+        (1, "global_batch_size", 8, "1 fold3d trained another batch than its task: global_batch_"),
+        (1, "seed", 7, "a100x128/1 fold3d trained another seed than a100x128/0 megatron: seed 7"),
+    ],
+)
+def test_a_run_of_another_job_than_its_tasks_is_refused_by_name(
+    tmp_path: Path, task: int, flag: str, value: int, message: str
+):
+    tasks_of("fig14", tmp_path)
+    own = {"num_layers": 48, "global_batch_size": 256, "seed": 1234}
+    for number in (0, 1):
+        flags = own | ({flag: value} if number == task else {})
+        listed = "".join(f"  {name} {'.' * 20} {said}\n" for name, said in flags.items())
+        (tmp_path / f"a100x128/{number}/train.log").write_text(listed + log(5400) + "\n")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        collect("fig14", command.EXPERIMENTS["fig14"], tmp_path)
+
+
+@pytest.mark.processes  # matplotlib lists the system's fonts once
+@pytest.mark.slow
+@pytest.mark.skipif(not can_draw(), reason="needs matplotlib")
+def test_what_ran_is_drawn_as_measured_with_its_spread(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tasks, _ = tasks_of("ablation", tmp_path)
+    for number, task in enumerate(tasks):
+        (place_of(task, tmp_path) / "train.log").write_text(log(5000 + 100 * number) + "\n")
+    pictures = tmp_path / "pictures"
+    words = ["ablation", "--collect", str(tmp_path), "--pictures", str(pictures)]
+    assert command.main(words) == 0
+    svg = (pictures / "ablation-measured.svg").read_text()
+    assert f"drawn in {pictures}/ablation-measured.svg" in capsys.readouterr().out
+    assert "Ablation, systems by name (measured)" in svg
+    assert "(simulated)" not in svg
+    assert "url(#h" not in svg  # no bar is hatched
+    assert svg.count('<g id="LineCollection_') == 2 * len(tasks)  # quartiles, black on white
+    assert "5000 [4998-5002]" in svg  # of its description
 
 
 @pytest.mark.stress
@@ -216,6 +282,6 @@ def test_a_folder_of_another_experiment_is_refused(tmp_path: Path):
 def test_nothing_is_collected_before_a_job_has_run(tmp_path: Path):
     tasks_of("fig14", tmp_path)
     with pytest.raises(
-        ValueError, match=r"no job has run: no iteration after 10 in .*/a100x128 of 0 m"
+        ValueError, match=r"no job has ended: not ended in .*/a100x128: 0 megatron, 1 f"
     ):
         collect("fig14", command.EXPERIMENTS["fig14"], tmp_path)
