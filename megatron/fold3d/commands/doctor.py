@@ -32,7 +32,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--write-cluster",
         type=Path,
-        metavar="FILE",
         help="under torchrun: measure, and write a .toml file for --cluster",
     )
 

@@ -39,10 +39,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--plot",
         type=Path,
-        metavar="FILE",
         help="also draw time and memory of all that was tried, as .png, .svg or .pdf",
     )
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="rows (default: 10)")
+    parser.add_argument("--top", type=int, default=10, help="rows (default: 10)")
     parser.add_argument(
         "--assume",
         type=_assumptions,
