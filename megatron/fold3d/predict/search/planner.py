@@ -155,15 +155,14 @@ def search(
             best_stock=stock[0] if stock else None,
             considered=len(everything) + len(better),
             too_large=sum(not judge.fits(b) for b in everything),
-            simulated=len(judge.judged),
             undelayed=judge.undelayed(best[0].candidate),
             unsharded=judge.unsharded(best[0].candidate, fitting),
             in_16_bits=_in_16_bits(
                 judge, (*best[:_IMPROVED], *stock), fitting, tied=not shape.untied
             ),
+            tried=tuple(judge.judged.values()),
         )
-        many_queues_s = judge.with_many_queues(found.choice.candidate)
-        return replace(found, many_queues_s=many_queues_s, tried=tuple(judge.judged.values()))
+        return replace(found, many_queues_s=judge.with_many_queues(found.choice.candidate))
 
 
 def _processes(cluster: Cluster) -> AbstractContextManager[Executor | None]:
