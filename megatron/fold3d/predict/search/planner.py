@@ -224,11 +224,9 @@ class _Judge:
         """Yield a candidate with the layers of stages that make it fastest, if not its own."""
         c = choice.candidate
         stages = c.num_ranks * c.num_segments
-        if c.num_ranks == 1 or self._shape.num_layers < stages:
-            return
         start = c.layers or (self._shape.num_layers // stages,) * stages
         most = min(_MOST_PARTITIONS, _MOST_LAID_OUT // (stages * c.num_microbatches))
-        if most < 2:
+        if c.num_ranks == 1 or most < 2:
             return
 
         def with_layers(layers: Layers) -> Candidate:
@@ -254,7 +252,8 @@ class _Judge:
             return seconds
 
         times = None
-        if len({*map(self._shape.layer_flops, range(self._shape.num_layers))}) == 1:
+        are_alike = len({*map(self._shape.layer_flops, range(self._shape.num_layers))}) == 1
+        if are_alike and not c.choice.pairs:  # a pair takes less than its halves
             alike = replace(c, recompute_layers=())
             times = rank_times(
                 lambda layers: self.estimate(replace(alike, layers=layers)).costs,
@@ -263,8 +262,6 @@ class _Judge:
                 c.num_microbatches,
                 may_keep_layers=bool(c.recompute_layers),
             )
-        if c.choice.pairs:  # the half of a pair takes less than a micro-batch alone
-            times = None
         found = best_partition(start, iteration_s=iteration_s, times=times, most_simulated=most)
         if found.layers != start:
             yield with_layers(found.layers)
