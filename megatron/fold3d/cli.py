@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.fold3d.commands.console import OK, suggestion, write
@@ -28,6 +29,7 @@ _COMMANDS = {
     "doctor": "look at the installation, and say what to fix",
 }
 _FILES = {"import": "import_config"}  # a keyword of Python cannot be a module's name
+_VALUES: dict[Any, str] = {Path: "FILE", int: "N"}  # what a help calls the value of an option
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,6 +41,11 @@ class _Parser(argparse.ArgumentParser):
         known = self._option_string_actions
         unknown = [w for w in self.words if w.startswith("--") and w.partition("=")[0] not in known]
         super().error(message + suggestion(unknown, known))
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return _VALUES.get(action.type) or super()._get_default_metavar_for_optional(action)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +111,7 @@ def _add_command(commands: Any, name: str, summary: str) -> _Parser:
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",
         epilog=f"example:\n  {module.EXAMPLE}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
         allow_abbrev=False,  # as in training: an option that is added could mean something else
     )
     command.set_defaults(run=module.run)

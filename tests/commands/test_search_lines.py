@@ -43,7 +43,6 @@ def found(*best: JudgedCandidate, stock: float = 6.0, **more: object) -> Search:
         best_stock=judged(STOCK, stock),
         considered=9,
         too_large=1,
-        simulated=4,
         **more,  # type: ignore[arg-type]
     )
 

@@ -47,21 +47,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--warmup",
         type=int,
         default=3,
-        metavar="N",
         help="iterations at the start whose time does not count (default: 3)",
     )
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="plot the losses over iterations and over time"
-    )
+    parser.add_argument("--svg", type=Path, help="plot the losses over iterations and over time")
     parser.add_argument(
         "--timelines",
         type=Path,
-        metavar="FILE",
         help="draw what the ranks of all runs did, on one time axis; needs their traces",
     )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="a page with all of it; needs their traces"
-    )
+    parser.add_argument("--html", type=Path, help="a page with all of it; needs their traces")
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
 
 

@@ -47,7 +47,7 @@ def add_number_options(parser: _ActionsContainer) -> None:
         "these recompute and tp, tensor-parallel collectives; p2p, a transfer; sum, DP.sync of a "
         "chunk",
     )
-    parser.add_argument("--costs", type=Path, metavar="FILE", help="JSON, a key per kind of action")
+    parser.add_argument("--costs", type=Path, help="JSON, a key per kind of action")
 
 
 def add_cluster_options(parser: ArgumentParser, sources: _ActionsContainer | None = None) -> None:

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import median, median_high
 from typing import Any
 
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
@@ -32,7 +32,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--write-cluster",
         type=Path,
-        metavar="FILE",
         help="under torchrun: measure, and write a .toml file for --cluster",
     )
 
@@ -101,9 +100,8 @@ def cluster_toml(name: str, machine: Mapping[str, Any], links: Sequence[Mapping[
         links: between ranks, measured one at a time.
     """
     per_node = machine["gpus_per_node"]
-    inside, between = (_usual(links, per_node, each, "bytes_per_s") for each in (False, True))
-    latency_s = _usual(links, per_node, True, "latency_s")
-    latency_s = latency_s or _usual(links, per_node, False, "latency_s")
+    inside, between = _usual(links, per_node, "bytes_per_s")
+    inside_s, between_s = _usual(links, per_node, "latency_s")
     fastest = max(rate for *_, rate in machine["layers"])
     layers = [[*sizes, round(rate / fastest, 4)] for *sizes, rate in machine["layers"]]
     fields = {
@@ -118,7 +116,7 @@ def cluster_toml(name: str, machine: Mapping[str, Any], links: Sequence[Mapping[
         "intra_bytes_per_s": inside or between,
         "nic_bytes_per_s": between or inside,
         "nic_efficiency": 1.0,
-        "nic_latency_s": latency_s,
+        "nic_latency_s": between_s or inside_s,
         "host_copy_bytes_per_s": machine["host_copy_bytes_per_s"] * per_node,
         "host_memory_bytes": machine["host_memory_bytes"],
     }
@@ -143,7 +141,7 @@ def order_of_ranks(links: Sequence[Mapping[str, Any]], per_node: int) -> Finding
         links: between ranks, measured one at a time.
         per_node: ranks of a node.
     """
-    inside, between = (_usual(links, per_node, each, "bytes_per_s") for each in (False, True))
+    inside, between = _usual(links, per_node, "bytes_per_s")
     if inside is None or between is None or inside < _WORTH_AN_ORDER * between:
         return None
     found = (
@@ -154,16 +152,12 @@ def order_of_ranks(links: Sequence[Mapping[str, Any]], per_node: int) -> Finding
     return Finding("order of ranks", "note", found, fix)
 
 
-def _usual(
-    links: Sequence[Mapping[str, Any]], per_node: int, between_nodes: bool, what: str
-) -> float | None:
-    """Return the median of links inside nodes, or of those between them."""
-    found = [
-        float(link[what])
-        for link in links
-        if (link["source"] // per_node != link["target"] // per_node) == between_nodes
-    ]
-    return median(found) if found else None
+def _usual(links: Sequence[Mapping[str, Any]], per_node: int, what: str) -> Sequence[float | None]:
+    """Return the medians of the links inside nodes, and of those between them."""
+    found: tuple[list[float], list[float]] = [], []
+    for link in links:
+        found[link["source"] // per_node != link["target"] // per_node].append(link[what])
+    return [median(each) if each else None for each in found]
 
 
 def _probe(*, measures: bool) -> tuple[list[Finding], list[dict[str, Any]], dict[str, Any]]:
@@ -196,8 +190,7 @@ def _lines(finding: Finding) -> Iterator[str]:
 def _link_lines(links: Sequence[dict[str, Any]]) -> Iterator[str]:
     if not links:
         return
-    rates = sorted(link["bytes_per_s"] for link in links)
-    usual = rates[len(rates) // 2]
+    usual = median_high(link["bytes_per_s"] for link in links)
     yield ""
     yield "link       Gb/s   latency"
     for link in links:

@@ -132,23 +132,20 @@ def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:
             f"unknown fields {', '.join(unknown)}: a {family} of Megatron's might differ by them; "
             "drop those that are not used"
         )
-    needed, must_be = (*_SIZES,)[:5], _MUST_BE
+    needed, must_be = (*_SIZES,)[:5], dict(_MUST_BE)
     if family in _LATENT:
         needed += NEEDED
     if missing := [name for name in needed if config.get(name) is None]:
         raise ValueError(f"lacks {', '.join(missing)}")
     if family in _LATENT:
-        must_be = {**must_be, **rules(config)}
+        must_be |= rules(config)
+    if config.get("use_sliding_window", True):
+        must_be["sliding_window"] = None, "null: attention sees the whole sequence"
     for name, (known, rule) in must_be.items():
         if (value := config.get(name)) is None:
             continue
         if not (known(value) if callable(known) else value == known):
             raise ValueError(f"found {name}={value!r}; it has to be {rule}")
-    if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
-        raise ValueError(
-            f"found sliding_window={config['sliding_window']}; it has to be null: attention sees "
-            "the whole sequence"
-        )
     words = [*_ALWAYS, *switches, *_flags(config)]
     return tuple(word for flag in words for word in flag.split())
 

@@ -12,6 +12,7 @@ from typing import Literal
 from megatron.fold3d.config.gpu_settings import FUSION_KERNEL, default_flags, has_fusion_kernel
 
 Verdict = Literal["ok", "note", "bad"]
+_Told = tuple[Verdict, str] | tuple[Verdict, str, str]  # all of a finding but what was looked at
 
 MEGATRON = "megatron-core"
 _TRAINS = ("torch", MEGATRON)
@@ -44,7 +45,7 @@ def install(extra: str) -> str:
 
 def installation() -> Iterator[Finding]:
     """Yield what the files of the installation tell."""
-    yield _python()
+    yield Finding("Python", *_python())
     place = Path(__file__).parents[3]
     yield _package("fold3d", "ok", f"imported from {place}, not installed", "")
     if not any(_version(name) for name in _TRAINS):
@@ -54,19 +55,19 @@ def installation() -> Iterator[Finding]:
         yield _package(name, "bad", "not installed", install("train"))
     absent = "not installed; fp8 and fused layers need it"
     yield _package("transformer-engine", "note", absent, f"on GPUs, {install('gpu')}")
-    yield _apex()
-    yield _namespace()
-    yield _shared_memory()
-    yield _matrix_multiplications()
+    yield Finding("apex", *_apex())
+    yield Finding("namespace", *_namespace())
+    yield Finding("shared memory", *_shared_memory())
+    yield Finding("matmul tuning", *_matrix_multiplications())
     if settings := sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("NCCL_")):
         yield Finding("NCCL settings", "note", ", ".join(settings))
 
 
-def _python() -> Finding:
+def _python() -> _Told:
     version = sys.version.split()[0]
     if sys.version_info >= (3, 14):
-        return Finding("Python", "bad", version, "Megatron-core has wheels for 3.12 and 3.13")
-    return Finding("Python", "ok", f"{version} ({sys.executable})")
+        return "bad", version, "Megatron-core has wheels for 3.12 and 3.13"
+    return "ok", f"{version} ({sys.executable})"
 
 
 def _package(name: str, verdict: Verdict, absent: str, fix: str) -> Finding:
@@ -81,81 +82,72 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _apex() -> Finding:
+def _apex() -> _Told:
     version = _version("apex")
     if version is None:
-        return Finding(
-            "apex",
-            "ok",
-            f"not installed; on GPUs training then runs with {_unfused()}",
-        )
+        return "ok", f"not installed; on GPUs training then runs with {_unfused()}"
     spec = find_spec("apex")
     homes = spec.submodule_search_locations if spec else None
     if homes and not any((Path(home) / "optimizers").is_dir() for home in homes):
-        return Finding(
-            "apex",
+        return (
             "bad",
             f"{version} from PyPI, which is not NVIDIA's and which Megatron imports",
             "pip uninstall apex; NVIDIA's is built from https://github.com/NVIDIA/apex",
         )
     if not has_fusion_kernel():
-        return Finding(
-            "apex",
+        return (
             "note",
             f"{version}, without {FUSION_KERNEL}: training then runs with {_unfused()}",
             "build it from https://github.com/NVIDIA/apex with --cpp_ext and --cuda_ext",
         )
-    return Finding("apex", "ok", f"{version}, with {FUSION_KERNEL}")
+    return "ok", f"{version}, with {FUSION_KERNEL}"
 
 
 def _unfused() -> str:
     return " ".join(default_flags()) or "an output layer that does not fuse its weight gradient"
 
 
-def _namespace() -> Finding:
+def _namespace() -> _Told:
     """Every folder named megatron on the path is a part of it, unless one has an __init__.py."""
     spec = find_spec("megatron")
     if spec is not None and spec.origin is not None:
         found = f"{spec.origin} makes megatron a package of its own and hides the others"
-        return Finding("namespace", "bad", found, f"delete {spec.origin}")
+        return "bad", found, f"delete {spec.origin}"
     homes = [Path(home) for home in (spec and spec.submodule_search_locations) or ()]
     homes = list(dict.fromkeys(home.resolve() for home in homes))
     parts = {name: [home for home in homes if (home / name).is_dir()] for name in _PARTS}
     for name, places in parts.items():
         if not places:
-            return Finding("namespace", "bad", f"no megatron.{name}", install("train"))
+            return "bad", f"no megatron.{name}", install("train")
         if len(places) > 1:
             found = f"megatron.{name} in {' and '.join(map(str, places))}; Python takes the first"
             fix = "uninstall one, or take the folder above it off PYTHONPATH"
-            return Finding("namespace", "bad" if name != "fold3d" else "note", found, fix)
-    return Finding("namespace", "ok", f"megatron is shared by {', '.join(map(str, homes))}")
+            return "bad" if name != "fold3d" else "note", found, fix
+    return "ok", f"megatron is shared by {', '.join(map(str, homes))}"
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> _Told:
     if not _SHM.is_dir():
-        return Finding("shared memory", "note", f"no {_SHM}")
+        return "note", f"no {_SHM}"
     usage = os.statvfs(_SHM)
     size = usage.f_frsize * usage.f_blocks
     found = f"{size / 2**30:.1f} GiB in {_SHM}"
     if size < _SHM_BYTES:
-        return Finding(
-            "shared memory",
+        return (
             "bad",
             f"{found}; data loaders and NCCL share their buffers there",
             "start the container with --shm-size=8g, or --ipc=host",
         )
-    return Finding("shared memory", "ok", found)
+    return "ok", found
 
 
-def _matrix_multiplications() -> Finding:
+def _matrix_multiplications() -> _Told:
     """Tell whether torch's TunableOp times the kernels of matrix multiplications."""
-    what = "matmul tuning"
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") != "1":
-        return Finding(what, "ok", "off; PYTORCH_TUNABLEOP_ENABLED=1 picks the fastest kernels")
+        return "ok", "off; PYTORCH_TUNABLEOP_ENABLED=1 picks the fastest kernels"
     if os.environ.get("PYTORCH_TUNABLEOP_TUNING") == "0":
-        return Finding(what, "ok", "TunableOp uses the kernels in its result files")
-    return Finding(
-        what,
+        return "ok", "TunableOp uses the kernels in its result files"
+    return (
         "note",
         "TunableOp times kernels, so two runs may differ in the last digits",
         "tune in one run; set PYTORCH_TUNABLEOP_TUNING=0 in those that you compare",

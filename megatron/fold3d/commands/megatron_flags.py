@@ -116,7 +116,6 @@ def add_training_flags(parser: ArgumentParser, rule: str = "") -> None:
     flags.add_argument(
         "--from-script",
         type=Path,
-        metavar="FILE",
         help="the flags in a shell script that starts a training",
     )
     parser.set_defaults(words=((), ()))

@@ -23,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--format", choices=("text", "csv"), default="text")
     form.add_argument("--json", action="store_true", help="sizes, peak activations and programs")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write here, not to stdout")
+    parser.add_argument("--output", type=Path, help="write here, not to stdout")
     add_number_options(parser)  # for what is `auto`
     add_training_flags(parser)
 

@@ -22,8 +22,7 @@ from megatron.fold3d.predict.cost_model.efficiency import source_of
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS
 from megatron.fold3d.predict.search.candidates import Assumption
 from megatron.fold3d.predict.search.planner import search
-from megatron.fold3d.predict.search.search_result import JudgedCandidate
-from megatron.fold3d.predict.search.search_result import Search as Found
+from megatron.fold3d.predict.search.search_result import JudgedCandidate, Search
 
 EXAMPLE = "fold3d search --model gpt3-18b --cluster a100x64-200g --global-batch-size 256"
 
@@ -39,10 +38,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--plot",
         type=Path,
-        metavar="FILE",
         help="also draw time and memory of all that was tried, as .png, .svg or .pdf",
     )
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="rows (default: 10)")
+    parser.add_argument("--top", type=int, default=10, help="rows (default: 10)")
     parser.add_argument(
         "--assume",
         type=_assumptions,
@@ -99,7 +97,7 @@ def run(args: Namespace) -> int:
     return OK
 
 
-def _flags(found: Found, user: Described, cluster: Cluster) -> str:
+def _flags(found: Search, user: Described, cluster: Cluster) -> str:
     """Return the best one's flags, of a script those to append to its own.
 
     Raises:
@@ -112,7 +110,7 @@ def _flags(found: Found, user: Described, cluster: Cluster) -> str:
     return training_flags(user.model(), cluster, candidate, fp16=user.args.fp16, own=own)
 
 
-def _last_lines(found: Found, user: Described, cluster: Cluster) -> Iterator[str]:
+def _last_lines(found: Search, user: Described, cluster: Cluster) -> Iterator[str]:
     """Yield where flags belong, the environment variables, and the flags."""
     yield f", appended to those of {user.script}:" if user.script else ":"
     try:
@@ -135,7 +133,7 @@ def _assumptions(text: str) -> frozenset[str]:
     return found
 
 
-def _as_json(found: Found, user: Described, cluster: Cluster) -> dict[str, Any]:
+def _as_json(found: Search, user: Described, cluster: Cluster) -> dict[str, Any]:
     shape = user.model()
 
     def row(choice: JudgedCandidate) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from megatron.fold3d.predict.cost_model.efficiency import source_of
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.search.candidate_estimate import flops_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.search_result import JudgedCandidate
-from megatron.fold3d.predict.search.search_result import Search as Found
+from megatron.fold3d.predict.search.search_result import JudgedCandidate, Search
 from megatron.fold3d.predict.search.sensitivity import Case, gains_if_off_by_half
 
 WIDTH = 80
@@ -23,7 +22,7 @@ _SHORT = {"none": "none", "selective": "sel", "full": "full"}
 
 
 def lines_of(
-    found: Found, shape: ModelShape, cluster: Cluster, flags: Sequence[str]
+    found: Search, shape: ModelShape, cluster: Cluster, flags: Sequence[str]
 ) -> Iterator[str]:
     """Yield the answer in words.
 
@@ -76,7 +75,7 @@ def _where_experts_sit(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
         yield f"experts of a layer: on {prod(ranks)} GPUs, {where}"
 
 
-def verdict(found: Found, cases: Sequence[Case]) -> str:
+def verdict(found: Search, cases: Sequence[Case]) -> str:
     """Return what to do: a gain that an assumption may turn into a loss is to be measured first."""
     if found.choice.candidate.is_stock:
         return "AIAO gains nothing here, use these stock flags"
@@ -91,7 +90,7 @@ def verdict(found: Found, cases: Sequence[Case]) -> str:
     )
 
 
-def gains(found: Found, shape: ModelShape, cluster: Cluster) -> tuple[Case, ...]:
+def gains(found: Search, shape: ModelShape, cluster: Cluster) -> tuple[Case, ...]:
     """Return the gain as assumed, and if an assumption is off by half; nothing without a gain."""
     ours, stock = found.ours, found.best_stock
     if ours is None or stock is None:
@@ -129,7 +128,7 @@ def environment(candidate: Candidate, cluster: Cluster) -> Mapping[str, str]:
     return {} if candidate.is_stock else {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
-def plot(found: Found, file: Path) -> None:
+def plot(found: Search, file: Path) -> None:
     """Draw time and memory of all that was simulated.
 
     Raises:
@@ -160,7 +159,7 @@ def seconds(time_s: float) -> str:
     return f"{time_s:.3f}s" if time_s >= 0.1 else f"{1e3 * time_s:.3f}ms"
 
 
-def _table(found: Found) -> Iterator[str]:
+def _table(found: Search) -> Iterator[str]:
     """Yield rows by time; what takes as long at the same sizes is one row, with what differs."""
     stock = found.best_stock
     rows = [*found.best, *([stock] if stock and stock not in found.best else ())]
@@ -205,7 +204,7 @@ def _columns(choice: JudgedCandidate) -> tuple[str, ...]:
     return (*map(str, (*sizes, setup.microbatch_size)), sums, recompute, name)
 
 
-def _in_16_bits(found: Found) -> Iterator[str]:
+def _in_16_bits(found: Search) -> Iterator[str]:
     """Say what gradients of 16 bits gain on both sides, and what they change."""
     if not found.in_16_bits:
         return
@@ -224,7 +223,7 @@ def _in_16_bits(found: Found) -> Iterator[str]:
         yield f"  room for {LOCAL_FP32} all"
 
 
-def _bought(found: Found) -> Iterator[str]:
+def _bought(found: Search) -> Iterator[str]:
     """Say what the memory of shards is spent on."""
     best = found.best[0]
     if best.candidate.shards == "off":
@@ -257,7 +256,7 @@ def _sizes_of(choice: JudgedCandidate) -> tuple[tuple[str, object], ...]:
     )
 
 
-def _assumptions(found: Found, cases: Sequence[Case]) -> Iterator[str]:
+def _assumptions(found: Search, cases: Sequence[Case]) -> Iterator[str]:
     """Say what the gain rests on."""
     if not cases or found.choice.candidate.is_stock:
         return

@@ -39,11 +39,10 @@ _MOST_LAUNCHES = 10_000
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the diagram here")
+    parser.add_argument("--svg", type=Path, help="write the diagram here")
     parser.add_argument(
         "--html",
         type=Path,
-        metavar="FILE",
         help="write a page that simulates schedules side by side, with sliders that begin here",
     )
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
@@ -58,7 +57,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--grad-sync-launches",
         type=int,
-        metavar="N",
         help="with --cuda-connections: collectives that DP.sync of a model chunk is launched as "
         "(default: 1; of a model, as training cuts it)",
     )

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, REJECTED, complain
-from megatron.fold3d.commands.job import usable_bytes
 from megatron.fold3d.commands.plan_source import in_words, sizes
 from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.observe.breakdown import Flops, seconds_of, shown_columns
@@ -140,8 +139,8 @@ def _grid(timeline: Timeline) -> str:
 
 def judge_memory(report: Report) -> int:
     """Return the exit code; complain if a rank needs more memory than its GPU has."""
-    peaks, cluster = report.peaks, report.cluster
-    if cluster is None or max(peaks) <= (limit := usable_bytes(cluster)):
+    peaks, cluster, limit = report.peaks, report.cluster, report.run.usable_bytes
+    if cluster is None or limit is None or max(peaks) <= limit:
         return OK
     complain(
         f"rank {peaks.index(max(peaks))} needs {max(peaks) / 2**30:.1f} GiB, a GPU of "

@@ -42,18 +42,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="what --trace wrote")
     parser.add_argument(
-        "--pipeline", type=int, default=0, metavar="N", help="which of them (default: 0, the first)"
+        "--pipeline", type=int, default=0, help="which of them (default: 0, the first)"
     )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="the page (default: DIR/timeline.html)"
-    )
-    parser.add_argument(
-        "--chrome", type=Path, metavar="FILE", help="for Perfetto (default: DIR/perfetto.json)"
-    )
+    parser.add_argument("--html", type=Path, help="the page (default: DIR/timeline.html)")
+    parser.add_argument("--chrome", type=Path, help="for Perfetto (default: DIR/perfetto.json)")
     parser.add_argument(
         "--costs",
         type=Path,
-        metavar="FILE",
         help="simulate with these and not with what was measured",
     )
     parser.add_argument("--json", action="store_true", help="the table as one JSON object")
@@ -63,7 +58,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="NAME",
         help="as for `fold3d simulate` (default: what the run's flags said)",
     )
-    speed.add_argument("--micro-batch-size", type=int, metavar="N", help="sequences (default: 1)")
+    speed.add_argument("--micro-batch-size", type=int, help="sequences (default: 1)")
     speed.add_argument("--peak-tflops", type=float, metavar="T", help="of one GPU, for utilisation")
 
 

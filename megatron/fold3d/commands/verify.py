@@ -19,7 +19,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--plan-file",
         required=True,
         type=Path,
-        metavar="FILE",
         help="text, CSV or JSON as `fold3d plan` writes it, or the CSV of a schedule of "
         "torch.distributed.pipelining; - is stdin",
     )

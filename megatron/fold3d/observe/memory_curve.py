@@ -64,11 +64,7 @@ def memory(timeline: Timeline, footprint: Footprint) -> tuple[Memory, ...]:
         Memory(
             _curve(
                 static,
-                chain(
-                    _device_changes(spans, footprint),
-                    _between_uses(spans, footprint.freed_bytes),
-                    _at_step(spans, step - static),
-                ),
+                chain(_device_changes(spans, footprint), _at_step(spans, step - static)),
             ),
             _curve(0.0, _host_changes(spans, footprint.saved_bytes)),
         )
@@ -92,12 +88,16 @@ def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Ch
     done: dict[int, float] = {}  # by stage, the parts of weight gradients
     delayed = {stage: footprint.delayed_bytes[stage] for stage in split if footprint.delayed_bytes}
     early = {a[::2] for a in actions if TABLE[a.op].takes == "recomputed"}  # stage, micro-batch
+    freed = dict[int, float]()  # by stage, what its first backward takes again
     for lane, start_s, end_s, action, _ in spans:
         if action is None or lane not in (Lane.COMPUTE, Lane.COPY):
             continue
         saved, takes = footprint.saved_bytes[action.stage], TABLE[action.op].takes
         if takes == "saved":
             yield start_s, saved
+            if footprint.freed_bytes and lane is Lane.COMPUTE and action.microbatch == 0:
+                freed[action.stage] = footprint.freed_bytes[action.stage]
+                yield start_s, -freed[action.stage]
         elif takes == "on_host":
             yield end_s, -saved
         elif takes == "recomputed":
@@ -105,6 +105,8 @@ def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Ch
                 yield start_s, footprint.recomputed_bytes[action.stage]
         elif takes == "gradient":
             yield end_s, delayed.get(action.stage, 0.0) - saved
+            if action.stage in freed:
+                yield start_s, freed.pop(action.stage)
             if action[::2] in early:
                 if footprint.recomputed_bytes:
                     yield end_s, -footprint.recomputed_bytes[action.stage]
@@ -118,20 +120,6 @@ def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Ch
             begun = done.get(action.stage, 0.0) % 1.0  # a new iteration begins at zero
             yield end_s, -microbatches * (part - begun) * delayed.get(action.stage, 0.0)
             done[action.stage] = part
-
-
-def _between_uses(spans: Sequence[Span], freed_bytes: Sequence[float]) -> Iterator[_Change]:
-    freed = set()
-    for lane, start_s, _, action, _ in spans if freed_bytes else ():
-        if action is None or lane is not Lane.COMPUTE:
-            continue
-        stage, op, microbatch = action
-        if TABLE[op].takes == "saved" and microbatch == 0:
-            freed.add(stage)
-            yield start_s, -freed_bytes[stage]
-        elif TABLE[op].takes == "gradient" and stage in freed:
-            freed.remove(stage)
-            yield start_s, freed_bytes[stage]
 
 
 def _at_step(spans: Sequence[Span], more_bytes: float) -> Iterator[_Change]:

@@ -65,7 +65,7 @@ def test_replicated_segments_are_reduced_for_longer_gathered_never_and_held_whol
 def test_no_simulation_of_replicated_segments_is_faster_than_its_bound():
     for each in with_replicated_segments(AIAO, tied=True):
         item = judge().bounded(each)
-        simulated = judge()._simulate(item)
+        simulated = judge().simulated(item)
         assert item.bound_s <= simulated.iteration_s * (1 + 1e-9)
         assert judge().at_least_s(item) <= simulated.iteration_s * (1 + 1e-9)
 
@@ -97,7 +97,7 @@ def test_switches_hold_up_messages_but_never_speed_them():
     slower, same = (judge(on).estimate(AIAO) for on in (pods, equal))
     assert slower.costs == same.costs
     assert (bool(slower.routes.capacities), same.routes) == (True, NO_SWITCHES)
-    seconds = [judge(on)._simulate(judge(on).bounded(AIAO)).iteration_s for on in (pods, equal)]
+    seconds = [judge(on).simulated(judge(on).bounded(AIAO)).iteration_s for on in (pods, equal)]
     assert seconds[0] > seconds[1]
 
 

@@ -75,9 +75,10 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
     for rank in range(candidate.num_ranks):
         forward_s, backward_s = _there_and_back(candidate, estimate, rank)
         compute_s = _work_s(candidate, estimate, rank)
+        left_s = _delayed_s(candidate, costs, rank)
         sync_s, gather_s = costs.grad_sync_s, costs.param_gather_s
         start_s = max(forward_s, gather_s[rank])
-        synced_first_s = compute_s - _delayed_s(candidate, costs, rank) + backward_s + sync_s[0]
+        synced_first_s = compute_s - left_s + backward_s + sync_s[0]
         if choice.fills_gaps:  # those of the first segment, while its gradients go back
             synced_first_s -= min(backward_s, candidate.num_microbatches * costs.weight_s[rank])
         synced_first_s -= inside_s
@@ -90,7 +91,6 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
             # One group's backwards follow the last segment's last one.
             *others_s, _ = costs.backward_s[rank :: candidate.num_ranks]
             late_s = start_s + compute_s - candidate.group * sum(others_s) + synced_s
-            left_s = _delayed_s(candidate, costs, rank)
             own_s = start_s + max(compute_s, compute_s - left_s + sync_s[rank] - inside_s)
             bound_s = max(bound_s, own_s + step_s, late_s - inside_s + step_s)
     copies_s = _most_copied(candidate, costs.offload_s) if candidate.offload else 0.0

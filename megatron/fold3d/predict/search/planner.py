@@ -109,7 +109,7 @@ def search(
         fitting = _quickest_of_each(filter(judge.fits, everything))
         kept = max(top, _IMPROVED)  # so that the answer is the same for every `top`
         best = judge.best(fitting, kept)
-        stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
+        stock = judge.fastest(fitting, of_stock=True)
         if not best:
             raise ValueError(
                 nothing_fits(
@@ -136,34 +136,34 @@ def search(
         known = {item.candidate for item in fitting}
         better = [judge.bounded(other) for other in others if other not in known]
         fitting += filter(judge.fits, better)
-        stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
+        stock = judge.fastest(fitting, of_stock=True)
         limit_s = _LISTED * min(choice.iteration_s for choice in (*best, *stock))
-        ours = judge.best([b for b in fitting if not b.candidate.is_stock], 1, limit_s)
-        in_pipelines = [b for b in fitting if b.candidate.is_stock and b.candidate.num_ranks > 1]
+        ours = judge.fastest(fitting, of_stock=False, limit_s=limit_s)
+        in_pipelines = [b for b in fitting if b.candidate.num_ranks > 1]
+        piped = judge.fastest(in_pipelines, of_stock=True, limit_s=limit_s)
         balanced = [
             judge.bounded(other)
-            for choice in dict.fromkeys((*ours, *stock, *judge.best(in_pipelines, 1, limit_s)))
+            for choice in dict.fromkeys((*ours, *stock, *piped))
             for other in judge.partitioned(choice)
             if other not in known
         ]
         better += balanced
         fitting += balanced
-        stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
+        stock = judge.fastest(fitting, of_stock=True)
         best = _plainest_first(judge.best(fitting, kept))
         found = Search(
             best=best[:top],
             best_stock=stock[0] if stock else None,
             considered=len(everything) + len(better),
             too_large=sum(not judge.fits(b) for b in everything),
-            simulated=len(judge.judged),
             undelayed=judge.undelayed(best[0].candidate),
             unsharded=judge.unsharded(best[0].candidate, fitting),
             in_16_bits=_in_16_bits(
                 judge, (*best[:_IMPROVED], *stock), fitting, tied=not shape.untied
             ),
+            tried=tuple(judge.judged.values()),
         )
-        many_queues_s = judge.with_many_queues(found.choice.candidate)
-        return replace(found, many_queues_s=many_queues_s, tried=tuple(judge.judged.values()))
+        return replace(found, many_queues_s=judge.with_many_queues(found.choice.candidate))
 
 
 def _processes(cluster: Cluster) -> AbstractContextManager[Executor | None]:
@@ -224,11 +224,9 @@ class _Judge:
         """Yield a candidate with the layers of stages that make it fastest, if not its own."""
         c = choice.candidate
         stages = c.num_ranks * c.num_segments
-        if c.num_ranks == 1 or self._shape.num_layers < stages:
-            return
         start = c.layers or (self._shape.num_layers // stages,) * stages
         most = min(_MOST_PARTITIONS, _MOST_LAID_OUT // (stages * c.num_microbatches))
-        if most < 2:
+        if c.num_ranks == 1 or most < 2:
             return
 
         def with_layers(layers: Layers) -> Candidate:
@@ -248,13 +246,14 @@ class _Judge:
             if judged is None and self.fits(item):
                 if (least_s := self.at_least_s(item)) >= best_s:
                     return least_s
-                judged = self._simulate(item)
+                judged = self.simulated(item)
             seconds = judged.iteration_s if judged is not None and self.fits(judged) else inf
             best_s = min(best_s, seconds)
             return seconds
 
         times = None
-        if len({*map(self._shape.layer_flops, range(self._shape.num_layers))}) == 1:
+        are_alike = len({*map(self._shape.layer_flops, range(self._shape.num_layers))}) == 1
+        if are_alike and not c.choice.pairs:  # a pair takes less than its halves
             alike = replace(c, recompute_layers=())
             times = rank_times(
                 lambda layers: self.estimate(replace(alike, layers=layers)).costs,
@@ -263,8 +262,6 @@ class _Judge:
                 c.num_microbatches,
                 may_keep_layers=bool(c.recompute_layers),
             )
-        if c.choice.pairs:  # the half of a pair takes less than a micro-batch alone
-            times = None
         found = best_partition(start, iteration_s=iteration_s, times=times, most_simulated=most)
         if found.layers != start:
             yield with_layers(found.layers)
@@ -355,6 +352,12 @@ class _Judge:
             end_one()
         return tuple(choice for seconds, _, choice in found if seconds <= most_s())
 
+    def fastest(
+        self, among: Iterable[Bounded], *, of_stock: bool, limit_s: float = inf
+    ) -> tuple[JudgedCandidate, ...]:
+        """Return the fastest of stock, or of ours, if there is any."""
+        return self.best([b for b in among if b.candidate.is_stock == of_stock], 1, limit_s)
+
     def with_many_queues(self, candidate: Candidate) -> tuple[float, float] | None:
         """Return `many_queues_s` of a candidate that shares one queue and does not take long."""
         known = self.estimate(candidate)
@@ -367,18 +370,18 @@ class _Judge:
         """Return a candidate without the delayed weight gradients that it has."""
         if not candidate.choice.splits:
             return None
-        undelayed = candidate.changed(wgrad="backward")
-        return self.judged.get(undelayed) or self._simulate(self.bounded(undelayed))
+        return self.simulated(self.bounded(candidate.changed(wgrad="backward")))
 
     def unsharded(self, candidate: Candidate, fitting: Iterable[Bounded]) -> JudgedCandidate | None:
         """Return the best of ours without shards, if a candidate has any."""
         if candidate.shards == "off":
             return None
-        whole = (b for b in fitting if b.candidate.shards == "off" and not b.candidate.is_stock)
-        return next(iter(self.best(whole, 1)), None)
+        whole = (b for b in fitting if b.candidate.shards == "off")
+        return next(iter(self.fastest(whole, of_stock=False)), None)
 
-    def _simulate(self, item: Bounded) -> JudgedCandidate:
-        choice = self.judged[item.candidate] = _simulated(item, self.limit_bytes)
+    def simulated(self, item: Bounded) -> JudgedCandidate:
+        """Return what a candidate is judged to be."""
+        choice = self.judged[item.candidate] = self._start(item)()
         return choice
 
     def _start(self, item: Bounded) -> Callable[[], JudgedCandidate]:
@@ -516,11 +519,8 @@ def _in_16_bits(
     known = {sizes(choice.candidate) for choice in best}
     alike = [item.candidate for item in fitting if sizes(item.candidate) in known]
     rounded = [judge.bounded(other) for c in alike for other in in_16_bits(c, tied=tied)]
-    found = list[JudgedCandidate]()
-    for is_stock in (False, True):
-        own = [b for b in rounded if b.candidate.is_stock == is_stock and judge.fits(b)]
-        found += judge.best(own, 1)
-    return tuple(found)
+    fit = [*filter(judge.fits, rounded)]
+    return (*judge.fastest(fit, of_stock=False), *judge.fastest(fit, of_stock=True))
 
 
 def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:

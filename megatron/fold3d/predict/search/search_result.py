@@ -42,7 +42,6 @@ class Search:
     best_stock: JudgedCandidate | None
     considered: int
     too_large: int
-    simulated: int
     undelayed: JudgedCandidate | None = None
     """The best one without delayed weight gradients, if it has them."""
     unsharded: JudgedCandidate | None = None

@@ -88,11 +88,8 @@ def with_layers(
     ranks = pipeline.num_ranks
     most_even = {n: layers_of_stages(num_layers, ranks, n) for n in sorted(options)}
     timelines = {n: pipeline.timeline(n, costs(layers)) for n, layers in most_even.items()}
-    iterations_s = {n: timeline.period_s for n, timeline in timelines.items()}
-    even = [n for n, layers in most_even.items() if len(set(layers)) == 1]
-    chosen = None
-    if even:
-        chosen = by_iteration_time({n: iterations_s[n] for n in even}, TOLERANCE)
+    even_s = {n: timelines[n].period_s for n, each in most_even.items() if len(set(each)) == 1}
+    chosen = by_iteration_time(even_s, TOLERANCE) if even_s else None
 
     def partition(num_segments: int) -> Partition:
         start, timeline = most_even[num_segments], timelines[num_segments]
@@ -113,10 +110,9 @@ def with_layers(
         )
 
     found = {n: partition(n) for n in most_even}
-    best = min(found, key=lambda n: found[n].iteration_s)
-    layout = found[best]
+    best, layout = min(found.items(), key=lambda item: item[1].iteration_s)
     if chosen is not None:
-        least_s = iterations_s[chosen.num_segments]
+        least_s = even_s[chosen.num_segments]
         if not layout.iteration_s <= least_s * (1 - WORTH_UNEVEN):
             return chosen
     if len(set(layout.layers)) == 1:

@@ -51,14 +51,11 @@ def gains_if_off_by_half(
         value: float = getattr(cluster, name)
         for other in dict.fromkeys((value / 2, min(1.0, value * 1.5))):
             changed = replace(cluster, **{name: other})  # type: ignore[arg-type]
-            if name == "compute_efficiency":
-                changed = _computing(changed, other / value)
+            if name == "compute_efficiency":  # of measured layers too
+                rows = (
+                    (*s, min(1.0, other / value * part)) for *s, part in cluster.layer_efficiencies
+                )
+                changed = replace(changed, layer_efficiencies=tuple(rows))
             gain = seconds(stock, changed) / seconds(ours, changed) - 1
             assumption = f"{what} {other:.0%} instead of {value:.0%}"
             yield Case(assumption, gain, f"what {what}", _DOCTOR)
-
-
-def _computing(cluster: Cluster, times: float) -> Cluster:
-    """Return a cluster whose measured layers are so many times as efficient."""
-    rows = ((*sizes, min(1.0, times * part)) for *sizes, part in cluster.layer_efficiencies)
-    return replace(cluster, layer_efficiencies=tuple(rows))
