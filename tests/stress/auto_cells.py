@@ -22,7 +22,7 @@ from unittest.mock import patch
 from megatron.fold3d.cli import main as fold3d
 from megatron.fold3d.commands import auto_tries
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.predict.search.descent import Descent
+from megatron.fold3d.predict.search.descent import Descent, JudgeOf, Space
 
 JOB = "simulate --schedule auto --pp 2 --microbatches 8 --model testbed --fp32"
 PACED = "--layer-forward-s 0.012"
@@ -52,14 +52,13 @@ DIGIT_S = 1e-4
 def search(rate: str, flags: str, segments: int) -> Descent:
     """Return the search that `fold3d simulate` makes of a cell."""
     found: list[Descent] = []
-    made = auto_tries.search_of
 
-    def kept(*job: object) -> Descent:
-        found.append(made(*job))  # type: ignore[arg-type]
+    def kept(judge: JudgeOf, space: Space) -> Descent:
+        found.append(Descent(judge, space))
         return found[-1]
 
     words = f"{JOB} {PACED} --segments {segments} --cluster testbedx4-{rate}g {flags}"
-    with patch.object(auto_tries, "search_of", kept), redirect_stdout(StringIO()):
+    with patch.object(auto_tries, "Descent", kept), redirect_stdout(StringIO()):
         assert fold3d(shlex.split(words)) == 0
     return found[0]
 
