@@ -266,7 +266,7 @@ MUTATIONS = (
     Mutation(
         "host memory is read before the message is there",
         "transfers.host_link:HostLink._fetch",
-        "staged.work.wait()",
+        "work.wait()",
         "pass",
         _TO_HOST,
     ),
@@ -280,8 +280,8 @@ MUTATIONS = (
     Mutation(
         "a message's memory is reused before it is on the device",
         "transfers.host_link:HostLink.take",
-        "self._copying.append((copied, None, fetched.slot))",
-        "self.pool.give_back(fetched.slot)",
+        "self._copying.append((copied, None, slot))",
+        "self.pool.give_back(slot)",
         _TO_HOST,
     ),
     Mutation(
@@ -301,9 +301,8 @@ MUTATIONS = (
     Mutation(
         "a message's memory is reused before it has left",
         "transfers.host_link:HostLink.send",
-        "self._leaving.append((self._sender.submit(deliver), staged.slot))",
-        "self._leaving.append((self._sender.submit(deliver), staged.slot)); "
-        "self.pool.give_back(staged.slot)",
+        "self._leaving.append((self._sender.submit(deliver), slot))",
+        "self._leaving.append((self._sender.submit(deliver), slot)); self.pool.give_back(slot)",
         _TO_HOST,
     ),
     # Gradients, in this iteration and the next.
