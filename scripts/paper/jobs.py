@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron.fold3d.observe.breakdown import Breakdown
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.observe.runs import Run, check_same_job, read_run
+from megatron.fold3d.observe.runs import Run, check_same_job, has_ended, read_run
 from megatron.fold3d.observe.training_log import Spread
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from scripts.paper.job_scripts import DATA, GPUS_PER_NODE, Task, command, script
@@ -114,7 +114,11 @@ def collect(name: str, experiment: Experiment, folder: Path) -> Result:
     tasks = [Task(**row | {"point": Point(**row["point"])}) for row in rows]
     runs = {task: run for task in tasks if (run := _run(task, folder))}
     _check_jobs(runs)
-    found = {(t.point, t.system): _iteration(run) for t, run in runs.items() if _has_ended(run)}
+    found = {
+        (task.point, task.system): _iteration(run)
+        for task, run in runs.items()
+        if has_ended(run.iterations) and run.timed
+    }
     missing = list(_missing([t for t in tasks if (t.point, t.system) not in found], runs, folder))
     if not found:
         raise ValueError(f"no job has ended: {missing[0]}")
@@ -154,10 +158,6 @@ def _check_jobs(runs: Mapping[Task, Run]) -> None:
     seeds = [{"seed": run.flags.get("seed", "")} for run in runs.values()]
     if runs:
         check_same_job([replace(r, flags=s) for r, s in zip(runs.values(), seeds, strict=True)])
-
-
-def _has_ended(run: Run) -> bool:
-    return run.iterations[-1].number == run.iterations[-1].last and bool(run.timed)
 
 
 def _missing(tasks: Iterable[Task], runs: Mapping[Task, Run], folder: Path) -> Iterator[str]:

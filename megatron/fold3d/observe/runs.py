@@ -167,7 +167,12 @@ def runs_in(folder: Path) -> tuple[list[Path], str]:
 
 
 def _has_finished(place: Path) -> bool:
-    rows = [row for file in _logs(place, _LOGS) for row in parse(file.read_text(errors="replace"))]
+    texts = (file.read_text(errors="replace") for file in _logs(place, _LOGS))
+    return has_ended([row for text in texts for row in parse(text)])
+
+
+def has_ended(rows: Sequence[LoggedIteration]) -> bool:
+    """Return True if the last line of a log is that of the last iteration."""
     return bool(rows) and rows[-1].number == rows[-1].last
 
 
