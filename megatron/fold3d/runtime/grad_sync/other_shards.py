@@ -290,7 +290,9 @@ class OtherShards:
         else:
             stepped = model.float()  # the same where it is fp32 already
             state = {name: torch.empty_like(model, dtype=d) for name, d in facts.tensors.items()}
-        for tensor in (stepped, *state.values()):
+        # Each replica has the whole of an fp32 parameter, which is what is stepped.
+        masters = () if parameter.dtype == torch.float32 else (stepped,)
+        for tensor in (*masters, *state.values()):
             dist.broadcast(tensor.detach(), group=self._replicas, group_src=shard.rank)
         if is_own:
             return None
