@@ -117,8 +117,9 @@ class HostLink:
 
         The host waits for the receive; the current stream waits for the copy to the device.
         """
-        is_fetched = action in self._fetched
-        slot, tensor, copy = self._fetched.pop(action) if is_fetched else self._fetch(action)
+        if action not in self._fetched:
+            self._fetched[action] = self._fetch(action)
+        slot, tensor, copy = self._fetched.pop(action)
         copied = copy.result(self._timeout_s)
         self._fetches.wait(copied)
         self._copying.append((copied, None, slot))
