@@ -405,6 +405,12 @@ ROWS = (
         stock=ONE_GROUP,
         repeats=True,
     ),
+    Row(
+        name="needed again before the other of its pair has ended",
+        tp=2,
+        m=3,
+        ours=f"--schedule aiao{PAIRS} --offload-activations on",
+    ),
     # Models: the presets' heads, few layers.
     Row(
         name="T-NLG",

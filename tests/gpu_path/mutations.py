@@ -236,7 +236,7 @@ MUTATIONS = (
     ),
     Mutation(
         "activations leave before they are copied",
-        "offload.offloader:Offloader._release",
+        "offload.offloader:Offloader._leave",
         "self.copies.wait(away.copied)",
         "pass",
         _TO_HOST,

@@ -224,6 +224,10 @@ class Offloader(Feature):
         if away is not None:
             assert away.buffer is not None  # the verifier has seen its RELOAD
             self.num_reloads += 1
+            for leaving in self._leaving:
+                if away in leaving:  # the computation before, of the same pair, has not ended
+                    leaving.remove(away)
+                    self._leave(away)
             self.copies.wait(away.copied)
             away.saved.restore(away.buffer)
             if away.slot is not None:
@@ -237,10 +241,13 @@ class Offloader(Feature):
     def _release(self) -> None:
         """Free the activations whose offload began `depth` computations ago."""
         for away in self._leaving.popleft():
-            self.copies.wait(away.copied)
-            away.saved.leave(away.held)
-            self.held -= 1
+            self._leave(away)
         self._leaving.append([])
+
+    def _leave(self, away: "_Away") -> None:
+        self.copies.wait(away.copied)
+        away.saved.leave(away.held)
+        self.held -= 1
 
     @contextmanager
     def _watched(self, action: Action, kind: str | None = None) -> Iterator[None]:
