@@ -271,10 +271,10 @@ def _dp_sync(run: _Run) -> "Iterator[Part]":
 
         features.append(SecondLane(run.timeout))
     if config.measuring_flag:
-        from megatron.fold3d.predict.search.measured_search import measured_search
+        from megatron.fold3d.predict.search.search_process import SearchProcess
         from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 
-        auto = AutoSchedule(config, run.plans, measured_search, due=due, replicated=replicated)
+        auto = AutoSchedule(config, run.plans, SearchProcess, due=due, replicated=replicated)
         features.append(auto)
     yield from reversed(features)
     if due or replicated or auto:

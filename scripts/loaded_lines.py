@@ -11,7 +11,8 @@ when the patches of the schedule are installed. A capability that is off should 
 trains four CPU ranks with deferred steps, delayed weight gradients and the distributed optimizer,
 and clips. It prints the files whose functions run for one stage from its last backward to its step:
 what a gradient passes. With ``--called auto`` the ranks run ``--schedule auto`` instead, and the
-files are those between what is measured and the plan that is chosen.
+files are those between what is measured and the plan that is chosen: first those of the run, then
+those of its search, which has a process of its own.
 """
 
 import argparse
@@ -77,11 +78,12 @@ def watch(run: Callable[..., Any], files: set[str]) -> Callable[..., Any]:
     """Return a function that calls ``run``, and adds the files of all functions called in it."""
 
     def watched(*args: Any, **options: Any) -> Any:
+        before = sys.getprofile()
         sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
         try:
             return run(*args, **options)
         finally:
-            sys.setprofile(None)
+            sys.setprofile(before)
 
     return watched
 
@@ -109,25 +111,45 @@ def watch_gradient(files: set[str]) -> None:
     executor._table = watched
 
 
-def watch_auto(files: set[str]) -> None:
-    """Watch what chooses, from the measured times to the plan that runs from then on."""
+def watch_auto(files: set[str], of_search: set[str]) -> None:
+    """Watch what chooses, from the measured times to the plan that runs from then on.
+
+    Args:
+        files: of the run.
+        of_search: of the search, which runs in this process here, at once.
+    """
+    from megatron.fold3d.predict.search import search_process
+    from megatron.fold3d.predict.search.measured_search import predictions
     from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 
+    class WatchedSearch(search_process.SearchProcess):
+        def __init__(self, **question: Any) -> None:
+            self._found = watch(predictions, of_search)(**question)
+            super().__init__(**question)
+
+        def answer(self) -> Any:
+            super().answer()
+            return self._found
+
+    search_process.SearchProcess = WatchedSearch  # type: ignore[misc]
     for name in ("prepare", "choose_plan"):
         setattr(AutoSchedule, name, watch(getattr(AutoSchedule, name), files))
 
 
-def called_files(what: str) -> list[str]:
-    """Train as one of the ranks, and return the files of what rank 0 called."""
+def called_files(what: str) -> list[list[str]]:
+    """Train as one of the ranks, and return the files of what rank 0 called, by process."""
     from megatron.fold3d.training.launch import train
 
-    files: set[str] = set()
-    (watch_gradient if what == "gradient" else watch_auto)(files)
+    called: list[set[str]] = [set()] if what == "gradient" else [set(), set()]
+    (watch_gradient if what == "gradient" else watch_auto)(*called)
     if code := train([*SMALL.split(), *TRAINED[what].split()], "gpt"):
         sys.exit(code)
     ours = {ROOT / package.replace(".", "/") for package in PACKAGES}
-    paths = {Path(file).resolve() for file in files}
-    return sorted(str(path.relative_to(ROOT)) for path in paths if ours & set(path.parents))
+    resolved = ({Path(file).resolve() for file in files} for files in called)
+    return [
+        sorted(str(path.relative_to(ROOT)) for path in paths if ours & set(path.parents))
+        for paths in resolved
+    ]
 
 
 def print_called(what: str) -> None:
@@ -145,10 +167,11 @@ def print_called(what: str) -> None:
         )
         print(done.stdout.partition("\f")[2] or done.stderr, end="")
         sys.exit(done.returncode)
-    files = called_files(what)
+    called = called_files(what)
     if os.environ["RANK"] == "0":
-        print("\f" + "\n".join(files))
-        print(f"{len(files)} files")
+        print(end="\f")
+        for files in called:
+            print(*files, f"{len(files)} files", sep="\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

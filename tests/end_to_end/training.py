@@ -25,6 +25,7 @@ from megatron.fold3d.plan.ops import (
     Place,
 )
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
+from megatron.fold3d.policy.predicted import Predictions
 
 TRACED = 3
 """The iteration that is compared: hooks run from the second on, and no evaluation is near."""
@@ -137,11 +138,17 @@ def _behind_computations(names: Iterable[str], moved: Container[str]) -> list[st
 
 
 def recorded(main: Callable[[], object]) -> Record:
-    """Call what trains, with a recorder in Megatron's training loop."""
+    """Call what trains, with a recorder in Megatron's training loop.
+
+    A search is over in the iteration that begins it, so that it is known which iteration runs what.
+    """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.utils import unwrap_model
     from megatron.training import training
 
+    from megatron.fold3d.predict.search import search_process
+
+    search_process.SearchProcess = FinishedSearch  # type: ignore[assignment,misc]
     record = Record()
     trained: dict[str, Any] = {}
     train_step, evaluate = training.train_step, training.evaluate
@@ -173,6 +180,21 @@ def recorded(main: Callable[[], object]) -> Record:
     if "optimizer" in trained:  # there is none where nothing is trained
         record.optimizer.update(_optimizer_state(trained["optimizer"]))
     return record
+
+
+class FinishedSearch:
+    """A `SearchProcess` that searches while it is made, in the rank's own process."""
+
+    def __init__(self, **question: Any) -> None:
+        from megatron.fold3d.predict.search.measured_search import predictions
+
+        self._found = predictions(**question)
+
+    def answer(self) -> Predictions:
+        return self._found
+
+    def close(self) -> None:
+        pass
 
 
 def differences(ours: Sequence[Record], stock: Sequence[Record]) -> list[str]:

@@ -1,7 +1,6 @@
 """When ``--schedule auto`` times, compares and changes what runs; no process group is made."""
 
 from dataclasses import replace
-from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +9,13 @@ import torch
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features
-from megatron.fold3d.plan.ir import Op, PlanError
+from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.predicted import Predicted
+from megatron.fold3d.policy.predicted import Predicted, Predictions
 from megatron.fold3d.runtime import auto_schedule
 from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 from megatron.fold3d.runtime.measure import timing
 from megatron.fold3d.runtime.plans import Plans
-from megatron.fold3d.runtime.trial import Trial
 from tests.configs import CONFIG
 from tests.plans import planned
 
@@ -31,10 +29,25 @@ def choice(schedule: str, m: int, *, defers: bool = False, seconds: float = 1.0)
     return Predicted(choice=Choice.parse(word, 2), order=order, shares=shares, seconds=seconds)
 
 
+class Search:
+    """A search that a test says the end of."""
+
+    def __init__(self, choices: list[Predicted]) -> None:
+        self.found, self.has_ended, self.is_closed = Predictions(choices), True, False
+
+    def answer(self) -> Predictions | None:
+        return self.found if self.has_ended else None
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 class Run:
     """A run whose iterations take what a test says, of which rank 0 is played."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, defers: bool = False) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, defers: bool = False, searches: bool = False
+    ) -> None:
         self.now_s = 0.0
         self.deferred = SimpleNamespace(is_free=True, has_due=True)
         self.plans = Plans(AUTO)
@@ -45,17 +58,23 @@ class Run:
             due=self.deferred if defers else None,
         )
         self.names: list[str] = []  # of what ran, iteration by iteration
-        self._defers = defers
+        self.searches: list[Search] = []
+        self._defers, self._goes_on = defers, searches
         monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         monkeypatch.setattr(auto_schedule.dist, "all_reduce", lambda *_: None)
         monkeypatch.setattr(auto_schedule.dist, "get_rank", lambda: 0)
         monkeypatch.setattr(self.auto._recorder, "agreed", lambda _: "times")
-        monkeypatch.setattr(self.auto, "decide", self._decide)
+        monkeypatch.setattr(auto_schedule.dist, "broadcast_object_list", lambda *_, **__: None)
+        monkeypatch.setattr(self.auto, "search", self._search)
 
-    def _decide(self, _: Any, iteration: Any) -> None:
+    def _search(self, _: Any, iteration: Any) -> None:
         m = iteration.plan.num_microbatches
         some = [choice("interleaved", m), choice("aiao", m, defers=self._defers), choice("afab", m)]
-        self.auto._trials[m] = Trial(some, "what it takes")
+        search = Search(some)
+        search.has_ended = not self._goes_on
+        self.searches.append(search)
+        auto: Any = self.auto
+        auto._times, auto._running = "what it takes", search
 
     def iterate(
         self,
@@ -204,16 +223,31 @@ def test_an_error_of_what_is_tried_names_it_and_how_to_train_without_it(run: Run
     assert not hasattr(other, "__notes__")
 
 
-def test_a_first_choice_that_has_no_room_fills_no_gaps():
-    config = replace(AUTO, choice=Choice.parse("1f1b:wgrad=gaps", 1), auto={"wgrad"})
-    plans = Plans(config)
-    full = Predicted(choice=config.choice, order=plans.order(4), seconds=inf)
-    assert full.order.has(Op.WEIGHT)
-    found: Any = SimpleNamespace(first=full, to_try=list)
-    auto = AutoSchedule(config, plans, lambda *_, **__: found)
-    times: Any = SimpleNamespace(room_bytes=inf, other_shard_bytes=())
-    (kept,) = auto._predicted(times, 1, 4, 1)
-    assert not kept.order.has(Op.WEIGHT)
+def test_training_goes_on_until_the_search_has_ended(monkeypatch: pytest.MonkeyPatch):
+    run = Run(monkeypatch, searches=True)
+    assert run.iterations(50, SECONDS) == ["interleaved"] * 50
+    (search,) = run.searches
+    assert not search.is_closed
+    search.has_ended = True
+    assert run.iterations(9, SECONDS) == [*TRIED[2:], "aiao"]
+    assert search.is_closed
+
+
+def test_another_number_of_micro_batches_ends_the_search(monkeypatch: pytest.MonkeyPatch):
+    run = Run(monkeypatch, searches=True)
+    run.iterations(4, SECONDS)
+    run.iterate(SECONDS, m=2)
+    (search,) = run.searches
+    assert search.is_closed
+    run.iterations(4, SECONDS)
+    assert len(run.searches) == 2  # its own times are measured again
+
+
+def test_the_end_of_a_run_ends_the_search(monkeypatch: pytest.MonkeyPatch):
+    run = Run(monkeypatch, searches=True)
+    run.iterations(3, SECONDS)
+    run.auto.close(None)
+    assert run.searches[0].is_closed
 
 
 def test_one_table_says_what_was_measured_predicted_tried_and_kept(
@@ -253,5 +287,5 @@ def test_the_distributed_optimizer_is_advised_where_it_gains(
     ]
     sharded = choice("interleaved", 4, seconds=sharded_s)
     with caplog.at_level("INFO"):
-        auto_schedule._advise(predicted, sharded)
+        auto_schedule._advise_sharding(predicted, sharded)
     assert ("--use-distributed-optimizer" in caplog.text) is tells

@@ -1,5 +1,6 @@
 """What is predicted of a choice: the order that it runs in, its shares, and its time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fold3d.plan.choice import Choice
@@ -22,3 +23,16 @@ class Predicted:
     order: Plan
     shares: tuple[float, ...] = ()
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What a run's search has found.
+
+    Attributes:
+        choices: the choice that runs, then those worth trying.
+        sharded: stock's order with the distributed optimizer, if that was asked for.
+    """
+
+    choices: Sequence[Predicted]
+    sharded: Predicted | None = None

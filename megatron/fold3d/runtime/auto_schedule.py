@@ -1,9 +1,10 @@
 """``--schedule auto``, and what else a word leaves open: try what is predicted, keep the fastest.
 
-    iteration  1       2         3          4      5        6      7      8        9      10     11
-               starts  measured  predicted  timed  changes  timed  timed  changes  timed  timed  ..
-                                 and timed
-    runs       the first choice ──────────────── second ────────────── third ─────────────── fastest
+    iteration  1       2         3 ..      n      n+1    n+2      n+3    n+4    n+5      n+6    ..
+               starts  measured  searched  timed  timed  changes  timed  timed  changes  timed
+    runs       the first choice ───────────────────────── second ─────────────── third ─────────
+
+The search runs in a process beside the first rank, and training goes on until it has ended.
 
 The first choice is stock's order, or what the flags say but for what they leave to ``auto``. An
 iteration is timed from its first action to the end of its optimizer step, so evaluations and
@@ -20,7 +21,6 @@ Keeps one invariant: all ranks choose in the same iteration, from the same numbe
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.ops import COMPUTE_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.weight_grads import split_in_place
 from megatron.fold3d.policy.measured_times import MeasuredTimes
-from megatron.fold3d.policy.predicted import Predicted
+from megatron.fold3d.policy.predicted import Predicted, Predictions
 from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEASURED, DECIDED = 2, 3  # training iterations
+MEASURED, SEARCHES = 2, 3  # training iterations
 _MOST_REPEATS = 3  # of an iteration before which due steps were taken, as before an evaluation
 _WORTH_TELLING = 0.98  # a prediction, of the run's own
 
@@ -59,7 +59,7 @@ class AutoSchedule(Feature):
     Args:
         config: the configuration of the run.
         plans: the plans of the run.
-        search: makes a `Descent` of measured times: `measured_search`, not importable from here.
+        search: begins a search: `SearchProcess`, which is not importable from here.
         due: takes the steps that reach into the next iteration, if the run may have any.
         replicated: takes the steps of replicated segments, if the run may have any.
     """
@@ -83,6 +83,12 @@ class AutoSchedule(Feature):
         self._iterations = 0
         self._size = 0  # micro-batches of the iterations that `_iterations` counts
         self._index = 0  # of the choice that runs
+        self._chooses_all = config.choice.order == "auto"
+        self._num_replicas = 1
+
+        # While a search goes on: what was measured, and the search itself on the first rank.
+        self._times: MeasuredTimes | None = None
+        self._running: Any = None
 
         # Of the latest training iteration.
         self._passed_s: Callable[[], float] | None = None  # since it began, if it is timed
@@ -100,8 +106,9 @@ class AutoSchedule(Feature):
         size, before = plan.num_microbatches, (self._size, self._index)
         if size != self._size:
             self._size = size
-            self._iterations = DECIDED if size in self._trials else 0
+            self._iterations = SEARCHES if size in self._trials else 0
             self._recorder.clear()
+            self._end_search()
         chosen = self._now(plan)
         self._follows_itself = before == (self._size, self._index)
         if chosen is not self._plans.chosen(size):
@@ -118,12 +125,14 @@ class AutoSchedule(Feature):
         return self._recorder.handlers(iteration, inner) if is_measured else {}
 
     def prepare(self, iteration: Iteration) -> None:
-        """Predict in the third training iteration; start the clock if the iteration is timed."""
+        """Search from the third training iteration on; start the clock if one is timed."""
         if not iteration.trains:
             return
         self._iterations += 1
-        if self._iterations == DECIDED:
-            self.decide(self._recorder.agreed(iteration), iteration)
+        if self._iterations == SEARCHES:
+            self.search(self._recorder.agreed(iteration), iteration)
+        if self._times is not None:
+            self.receive()
         self._passed_s = self._took_s = None
         trial = self._trials.get(self._size)
         if trial is not None and trial.untimed(free=self._is_free):
@@ -149,7 +158,8 @@ class AutoSchedule(Feature):
         return outcome
 
     def close(self, error: BaseException | None) -> None:
-        """Name the choice that ran in an error that it may be the reason of."""
+        """End the search; name the choice that ran in an error that it may be the reason of."""
+        self._end_search()
         if self._index and isinstance(error, torch.OutOfMemoryError | PlanError):
             choices = self._trials[self._size].choices
             error.add_note(
@@ -157,62 +167,71 @@ class AutoSchedule(Feature):
                 f"give --schedule {choices[0].choice} to train without it"
             )
 
-    def decide(self, times: MeasuredTimes, iteration: Iteration) -> None:
-        """Let the first rank predict which choices are worth trying, and broadcast them."""
+    def search(self, times: MeasuredTimes, iteration: Iteration) -> None:
+        """Let the first rank begin to search the choices worth trying."""
         sizes = [float(group_of(group).size()) for group in bucket_groups(*iteration.chunks)]
         (replicas,) = slowest([max(sizes, default=1.0)], iteration.device)
-        found: list[Any] = [None]
-        if dist.get_rank() == 0:
-            layers = sum(isinstance(m, TransformerLayer) for m in iteration.chunks[-1].modules())
-            found = [self._predicted(times, layers, iteration.plan.num_microbatches, int(replicas))]
-        dist.broadcast_object_list(found, src=0)
-        self._trials[self._size] = trial = Trial(found[0], times)
-        self._tell(trial)
-
-    def _predicted(
-        self, times: MeasuredTimes, num_layers: int, size: int, num_replicas: int
-    ) -> list[Predicted]:
-        """Return the prediction of the first choice, and of those worth trying."""
-        config, order, first = self._config, self._plans.order(size), self._config.choice
-        chooses_all = config.choice.order == "auto"
-        if chooses_all:
+        self._times, self._num_replicas = times, int(replicas)
+        if dist.get_rank() != 0:
+            return
+        config, order, first = self._config, self._plans.order(self._size), self._config.choice
+        if self._chooses_all:
             first = replace(first, order=first.schedule)
         if first.fills_gaps:
             order = order.select(COMPUTE_OPS - WEIGHT_OPS)
-        search = partial(
-            self._search,
-            times,
+        num_layers = sum(isinstance(m, TransformerLayer) for m in iteration.chunks[-1].modules())
+        self._running = self._search(
+            times=times,
             first=first,
             order=order,
-            frees_order=chooses_all,
+            features=config.features,
+            free=config.free(self._num_replicas),
+            frees_order=self._chooses_all,
             frees_ahead="ahead" in config.auto,
             tied=config.ties_embeddings,
             keeps_forwards=config.keeps_forwards,
             parameter_share=config.parameter_share,
             preemptive=config.preemptive_comm,
-            shard_shares=started_shares(num_layers, num_replicas),
+            shard_shares=started_shares(num_layers, self._num_replicas),
+            # Steps that may be clipped come after an all-reduce: nothing else carries steps.
+            shards=self._chooses_all and not self._is_free,
         )
-        own = search(features=config.features, free=config.free(num_replicas))
-        # What memory has no room for is not tried: a first choice that fills gaps then fills none.
-        has_room = own.first.seconds < inf
-        predicted = [own.first if has_room else replace(own.first, order=order), *own.to_try()]
-        if chooses_all and not self._is_free:  # so it has an all-reduce: nothing else carries steps
-            sharded = replace(config.features, gathers_params=True)
-            _advise(predicted, search(features=sharded, free={}).first)
+
+    def receive(self) -> None:
+        """Let the first rank broadcast what its search has found, once it has ended."""
+        found: list[Any] = [self._running.answer() if self._running is not None else None]
+        dist.broadcast_object_list(found, src=0)
+        if found[0] is None:
+            return
+        self._trials[self._size] = trial = Trial(found[0].choices, self._times)
+        self._end_search()
+        self._advise(found[0])
+        self._tell(trial)
+
+    def _end_search(self) -> None:
+        if self._running is not None:
+            self._running.close()
+        self._running = self._times = None
+
+    def _advise(self, found: Predictions) -> None:
+        """Log what is good to know before the choices are tried."""
+        if dist.get_rank() != 0:
+            return
+        if found.sharded is not None:
+            _advise_sharding(found.choices, found.sharded)
         cuts = [
             one.choice.carries
             or one.choice.where(optimizer="replicated")
-            or (config.features.reduces_early and one.choice.splits)
-            for one in predicted
+            or (self._config.features.reduces_early and one.choice.splits)
+            for one in found.choices
         ]
-        if chooses_all and num_replicas > 2 and any(cuts):
+        if self._chooses_all and self._num_replicas > 2 and any(cuts):
             logger.info(
                 "--schedule auto tries what adds up the gradients of %s replicas in another "
                 "order: results may differ from stock's by rounding. --deterministic-mode "
                 "keeps stock's order",
-                num_replicas,
+                self._num_replicas,
             )
-        return predicted
 
     def _now(self, plan: Plan) -> Predicted | None:
         """Return the choice for the iteration that begins; None is the first one."""
@@ -258,7 +277,7 @@ class AutoSchedule(Feature):
             logger.info("%s", trial.table(self._config.measuring_flag, free=self._is_free))
 
 
-def _advise(predicted: Sequence[Predicted], sharded: Predicted) -> None:
+def _advise_sharding(predicted: Sequence[Predicted], sharded: Predicted) -> None:
     """Log that the distributed optimizer would be faster where most steps are clipped.
 
     Args:

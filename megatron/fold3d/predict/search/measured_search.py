@@ -1,13 +1,23 @@
-"""The search of a run, from its measured times."""
+"""The search of a run, from its measured times.
 
+``python -m megatron.fold3d.predict.search.measured_search`` reads the arguments of `predictions`
+from its standard input and writes what it returns, both pickled: see `SearchProcess`.
+"""
+
+import pickle
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import Any
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.policy.measured_times import MeasuredTimes
+from megatron.fold3d.policy.predicted import Predictions
 from megatron.fold3d.predict.search.descent import (
     Descent,
     Space,
@@ -17,6 +27,36 @@ from megatron.fold3d.predict.search.descent import (
 from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
+
+
+def predictions(
+    times: MeasuredTimes,
+    *,
+    order: Plan,
+    features: Features,
+    free: Mapping[str, Sequence[str]],
+    shards: bool = False,
+    **asked: Any,
+) -> Predictions:
+    """Return what is predicted for a run.
+
+    Args:
+        times: as in `measured_search`, like the others.
+        order: as there.
+        features: as there.
+        free: as there.
+        shards: whether the distributed optimizer is predicted too.
+        asked: more for `measured_search`.
+    """
+    search = partial(measured_search, times, order=order, **asked)
+    found = search(features=features, free=free)
+    # What memory has no room for is not tried: a first choice that fills gaps then fills none.
+    has_room = found.first.seconds < inf
+    first = found.first if has_room else replace(found.first, order=order)
+    sharded = None
+    if shards:
+        sharded = search(features=replace(features, gathers_params=True), free={}).first
+    return Predictions([first, *found.to_try()], sharded)
 
 
 def measured_search(
@@ -104,3 +144,10 @@ def measured_search(
     if order.num_ranks == 1 and "wgrad" in free:
         free = {**free, "wgrad": [value for value in free["wgrad"] if value != "gaps"]}
     return Descent(judge, Space(orders=orders, free=free, tied=tied))
+
+
+if __name__ == "__main__":
+    # Under its own name, as the reader has it.
+    from megatron.fold3d.predict.search import measured_search as itself
+
+    pickle.dump(itself.predictions(**pickle.load(sys.stdin.buffer)), sys.stdout.buffer)

@@ -1,0 +1,51 @@
+"""A run's search in a process of its own: ranks go on training, and none of them waits for it."""
+
+import logging
+import pickle
+import subprocess
+import sys
+from math import inf
+from tempfile import TemporaryFile
+from typing import Any
+
+from megatron.fold3d.policy.predicted import Predicted, Predictions
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "megatron.fold3d.predict.search.measured_search"
+
+
+class SearchProcess:
+    """A search that has begun.
+
+    Args:
+        question: the arguments of `measured_search.predictions`.
+    """
+
+    def __init__(self, **question: Any) -> None:
+        self._first = Predicted(choice=question["first"], order=question["order"], seconds=inf)
+        # Not a pipe, which would be full before it is read; `close` closes it.
+        self._answer = TemporaryFile()  # noqa: SIM115
+        with TemporaryFile() as file:
+            pickle.dump(question, file)
+            file.seek(0)
+            command = [sys.executable, "-m", _MODULE]
+            self._process = subprocess.Popen(command, stdin=file, stdout=self._answer)
+
+    def answer(self) -> Predictions | None:
+        """Return what is predicted, the first choice alone if it failed; None while it goes on."""
+        status = self._process.poll()
+        if status is None:
+            return None
+        if status:
+            logger.warning("the search of choices has failed (%s): none is tried", status)
+            return Predictions([self._first])
+        self._answer.seek(0)
+        found: Predictions = pickle.load(self._answer)
+        return found
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        self._answer.close()

@@ -1,0 +1,74 @@
+"""A run's search beside its ranks."""
+
+import time
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features, order_of
+from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes, place_as_if_equal
+from megatron.fold3d.policy.predicted import Predictions
+from megatron.fold3d.predict.search.measured_search import predictions
+from megatron.fold3d.predict.search.search_process import SearchProcess
+from tests.predict.search.test_measured_search import FOUR, GAPS, TIMES
+
+FIRST = Choice.parse("1f1b:wgrad=gaps", 1)
+QUESTION: dict[str, Any] = {
+    "times": TIMES,
+    "first": FIRST,
+    "order": order_of(FIRST, 4, 8),
+    "features": Features(),
+    "free": GAPS,
+    "frees_ahead": True,
+}
+
+
+def ended(search: SearchProcess) -> Predictions:
+    for _ in range(600):
+        if (found := search.answer()) is not None:
+            search.close()
+            return found
+        time.sleep(0.1)
+    raise AssertionError("the search goes on")
+
+
+@pytest.mark.processes
+def test_the_answer_is_that_of_a_search_in_this_process():
+    search = SearchProcess(**QUESTION)
+    assert search.answer() is None
+    found = ended(search)
+    assert found == predictions(**QUESTION)
+    assert [str(one.choice) for one in found.choices] == [
+        "1f1b:wgrad=gaps",
+        "1f1b:wgrad=gaps:ahead=2",
+    ]
+
+
+@pytest.mark.processes
+def test_a_search_that_fails_leaves_the_first_choice(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+):
+    (kept,) = ended(SearchProcess(**QUESTION | {"free": None})).choices
+    assert (kept.choice, kept.order, kept.seconds) == (FIRST, QUESTION["order"], inf)
+    assert "the search of choices has failed (1): none is tried" in caplog.text
+    assert "Traceback" in capfd.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_search_can_be_ended():
+    search = SearchProcess(**QUESTION)
+    search.close()
+    assert search._process.returncode == -9
+
+
+def test_a_first_choice_that_has_no_room_fills_no_gaps():
+    heavy = HeldSizes(saved=FOUR, delayed=(8.0,) * 4, most=(0.5,) * 4)
+    question = QUESTION | {"times": replace(TIMES, held=heavy), "frees_ahead": False, "free": {}}
+    assert place_as_if_equal(QUESTION["order"]).has(Op.WEIGHT)
+    (kept,) = predictions(**question).choices
+    assert kept.seconds == inf
+    assert not kept.order.has(Op.WEIGHT)
