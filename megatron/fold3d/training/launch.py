@@ -95,10 +95,13 @@ def held_log() -> Iterator[None]:
         with redirect_stdout(held):
             yield
     except MISTAKES:
-        held = io.StringIO()
+        held.truncate(0)
         raise
     finally:
         sys.stdout.write(held.getvalue())
+        for handler in logging.getLogger().handlers:  # Megatron makes one as it is imported
+            if isinstance(handler, logging.StreamHandler) and handler.stream is held:
+                handler.setStream(sys.stdout)
 
 
 def prepare(
