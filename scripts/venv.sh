@@ -7,6 +7,8 @@
 # absolute paths, or its first installation was cut short; start afresh. Anything else: install on
 # top, and for the planner nothing on top of everything. A link is to another checkout's, which is
 # not ours to change.
+#
+# $UV may name a uv that installs everything in half a minute; it does not read pip's settings.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ -L .venv ]]; then
@@ -72,6 +74,11 @@ with open("pyproject.toml", "rb") as file:
         is_torch = sys.argv[1] and pin.startswith("torch==")
         print(f"{pin}+{sys.argv[1]}" if is_torch else pin)
 PYTHON
-"${install[@]}" --constraint .venv/constraints.txt --editable '.[train,dev]'
+what=(--constraint .venv/constraints.txt --editable '.[train,dev]')
+with_uv() {
+    [[ -n ${UV-} && -z $build ]] &&
+        "$UV" pip install ${quiet[@]+"${quiet[@]}"} --python .venv/bin/python "${what[@]}"
+}
+with_uv || "${install[@]}" "${what[@]}"
 echo "$wanted" >"$STAMP"
 echo "Installed."

@@ -73,6 +73,7 @@ def _hardware(point: Point) -> Cluster:
     )
 
 
+@cache
 def usable_share(point: Point, name: str) -> float:
     """Return a system's peak of a GPU's memory, as part of what a run can use of it."""
     hardware = cluster(f"{point.node}x{point.gpus}")

@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import subprocess
-import sys
 from argparse import ArgumentParser
 
 import pytest
@@ -51,7 +49,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     flags += ["--tokenizer-model", str(folder / "wordpiece")]
     prepare = [str(folder / "text.jsonl"), "--sentences", "--output-prefix", str(folder / "data")]
     # In a process of its own: a script may silence the loggers of its process.
-    subprocess.run([sys.executable, prepare_data.__file__, *prepare, *flags], check=True)
+    assert run_distributed(prepare_data.main, 1, [*prepare, *flags]) == [0]
     return [*flags, "--data-path", str(folder / "data")]
 
 

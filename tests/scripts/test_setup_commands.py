@@ -49,10 +49,12 @@ class Machine:
             name, f'exec {sys.executable} -c "{pretend}; exec(sys.stdin.read())" "${{@:2}}"'
         )
 
-    def run(self, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, script: str, *options: str, **environment: Path
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [self.checkout / "scripts" / script, *options],
-            env={"PATH": str(self.bin), "HOME": "/nowhere"},
+            env={"PATH": str(self.bin), "HOME": "/nowhere", **environment},
             capture_output=True,
             text=True,
             timeout=60,
@@ -149,11 +151,11 @@ def installer(machine: Machine) -> Machine:
 INSTALLS = "pip .[train,dev]"
 
 
-def work(machine: Machine, *options: str) -> list[str]:
+def work(machine: Machine, *options: str, **environment: Path) -> list[str]:
     """Run `make venv` and list what it did."""
     log = machine.bin.parent / "log"
     log.write_text("")
-    machine.run("venv.sh", *options)
+    machine.run("venv.sh", *options, **environment)
     return log.read_text().splitlines()
 
 
@@ -191,6 +193,18 @@ def test_changed_requirements_are_installed_over_the_old(installer: Machine):
     with (installer.checkout / "pyproject.toml").open("a") as file:
         file.write("# changed\n")
     assert work(installer) == [INSTALLS]
+
+
+def test_a_uv_that_is_named_installs_in_place_of_pip_unless_it_fails(installer: Machine):
+    log = installer.bin.parent / "log"
+    uv = installer.command("named", f'echo "uv ${{@: -1}}" >>{log}; [[ ! -f {log.parent}/no-uv ]]')
+    by_uv = INSTALLS.replace("pip", "uv")
+    assert work(installer, UV=uv) == ["venv", by_uv]
+    assert work(installer, UV=uv) == []
+    (installer.checkout / "setup.py").write_text("# changed\n")
+    (log.parent / "no-uv").touch()
+    assert work(installer, UV=uv) == [by_uv, INSTALLS]
+    assert work(installer) == []
 
 
 def test_installation_that_failed_starts_afresh(installer: Machine):

@@ -148,6 +148,19 @@ FORWARDS_AHEAD: Mapping[str, int] = {"1f1b": 1, "aiao": 2, "interleaved": 2}
 """Default ``forwards_ahead``, by schedule; `build` refuses the option for other schedules."""
 
 
+def check_sizes(num_ranks: int, num_segments: int, num_microbatches: int) -> None:
+    """Raise `PlanError` where a plan of these sizes is empty, or larger than any memory."""
+    sizes = {"ranks": num_ranks, "segments": num_segments, "micro-batches": num_microbatches}
+    for name, size in sizes.items():
+        if size < 1:
+            raise PlanError(f"found {size} {name}; a plan needs at least one")
+    if (forwards := num_ranks * num_segments * num_microbatches) > _MOST_FORWARDS:
+        found = ", ".join(f"{size} {name}" for name, size in sizes.items())
+        raise PlanError(
+            f"found {found}: {forwards} forwards; no memory holds a plan of over {_MOST_FORWARDS}"
+        )
+
+
 @gc_paused()
 def build(
     schedule: str,
@@ -170,15 +183,7 @@ def build(
         PlanError: the name is unknown, a size is below one, a group is smaller than the number of
             ranks, the schedule allows one segment only, or no forwards can run ahead.
     """
-    sizes = {"ranks": num_ranks, "segments": num_segments, "micro-batches": num_microbatches}
-    for name, size in sizes.items():
-        if size < 1:
-            raise PlanError(f"found {size} {name}; a plan needs at least one")
-    if (forwards := num_ranks * num_segments * num_microbatches) > _MOST_FORWARDS:
-        found = ", ".join(f"{size} {name}" for name, size in sizes.items())
-        raise PlanError(
-            f"found {found}: {forwards} forwards; no memory holds a plan of over {_MOST_FORWARDS}"
-        )
+    check_sizes(num_ranks, num_segments, num_microbatches)
     if group_size is None:
         group_size = num_ranks
     elif group_size < num_ranks:

@@ -15,6 +15,7 @@ from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.ops import WAYS
 from megatron.fold3d.plan.passes.pairs import check_pairs
 from megatron.fold3d.plan.passes.place_weight_grads import place_as_if_equal
+from megatron.fold3d.plan.schedules import check_sizes
 from megatron.fold3d.policy.partition import Layers, best_partition
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
@@ -98,6 +99,8 @@ class PredictedRun:
         Raises:
             ValueError: no choice can run, or fits into memory.
         """
+        c = self.candidate
+        check_sizes(c.num_ranks, c.num_segments, c.num_microbatches)  # costs are as many as stages
         run, order = self._with_layers()._with_counts()._with_choice()
         if run.candidate.choice.pairs:
             check_pairs(order)
