@@ -47,7 +47,12 @@ from megatron.fold3d.predict.search.candidate_timeline import (
 )
 from megatron.fold3d.predict.search.candidates import FREE, Assumption, Candidate, Given, candidates
 from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
-from megatron.fold3d.predict.search.many_microbatches import extended, may_be_extended, measures
+from megatron.fold3d.predict.search.many_microbatches import (
+    extended,
+    iteration_s,
+    may_be_extended,
+    measures,
+)
 from megatron.fold3d.predict.search.neighbours import (
     in_16_bits,
     neighbours,
@@ -301,8 +306,7 @@ class _Judge:
         alone = without_grad_sync(item.candidate)
         if alone not in self._undisturbed_s:
             simulated = partial(undisturbed, estimate=item.estimate)
-            line = extended(alone, item.estimate, simulated)
-            self._undisturbed_s[alone] = simulated(alone).period_s if line is None else line[0]
+            self._undisturbed_s[alone] = iteration_s(alone, item.estimate, simulated)
         sync_s = 0.0 if alone.choice.splits else item.estimate.costs.grad_sync_s[0]
         inside_s = earlier_s(item.candidate, item.estimate)
         return self._undisturbed_s[alone] + max(0.0, sync_s - inside_s)
