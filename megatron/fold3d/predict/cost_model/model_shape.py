@@ -355,8 +355,14 @@ class ModelShape:
         return tuple(range(*ends) for ends in pairwise(accumulate(counts, initial=0)))
 
     def by_stage[N: (int, float)](self, of_layer: Callable[[int], N], split: Split) -> list[N]:
-        """Return, per stage, the sum of what its layers have."""
-        return [sum(map(of_layer, layers)) for layers in self.stage_layers(split)]
+        """Return, per stage, the sum of what its layers have; layers of a kind are asked once."""
+        kinds = (0, self.num_dense_layers, self.num_layers - self.num_decoder_layers)
+        of_kind = {first: of_layer(first) for first in kinds}
+        each = [
+            of_kind[max(first for first in kinds if first <= layer)]
+            for layer in range(self.num_layers)
+        ]
+        return [sum(each[layers.start : layers.stop]) for layers in self.stage_layers(split)]
 
     def _evenly(self, num_stages: int) -> list[int]:
         if num_stages < 1 or self.num_layers % num_stages:
