@@ -71,7 +71,7 @@ def iteration_s(
     candidate: Candidate, estimate: Estimate, simulated: Callable[[Candidate], Timeline]
 ) -> float:
     """Return the seconds of a candidate's iteration, with arguments as of `extended`."""
-    line = extended(candidate, estimate, simulated, lambda timeline: (timeline.period_s,))
+    line = extended(candidate, estimate, simulated)
     return simulated(candidate).period_s if line is None else line[0]
 
 

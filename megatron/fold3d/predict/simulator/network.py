@@ -116,6 +116,7 @@ class Network:
 
         def end(flow: Flow) -> None:
             flows.remove(flow)
+            flow.tag = None  # a reference to itself would keep the run until garbage is collected
             if not flows:
                 done(tag)
 
