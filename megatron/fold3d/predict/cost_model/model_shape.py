@@ -356,12 +356,11 @@ class ModelShape:
 
     def by_stage[N: (int, float)](self, of_layer: Callable[[int], N], split: Split) -> list[N]:
         """Return, per stage, the sum of what its layers have; layers of a kind are asked once."""
-        kinds = (0, self.num_dense_layers, self.num_layers - self.num_decoder_layers)
-        of_kind = {first: of_layer(first) for first in kinds}
-        each = [
-            of_kind[max(first for first in kinds if first <= layer)]
-            for layer in range(self.num_layers)
-        ]
+        count = self.num_layers
+        kinds = {0, min(self.num_dense_layers, count), count - self.num_decoder_layers, count}
+        each: list[N] = []
+        for first, behind in pairwise(sorted(kinds)):
+            each += [of_layer(first)] * (behind - first)
         return [sum(each[layers.start : layers.stop]) for layers in self.stage_layers(split)]
 
     def _evenly(self, num_stages: int) -> list[int]:

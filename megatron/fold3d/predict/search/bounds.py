@@ -40,20 +40,6 @@ def bounded(candidate: Candidate, estimate: Estimate) -> Bounded:
     )
 
 
-def least_sharded_bytes(item: Bounded) -> float:
-    """Return a lower bound of the fullest GPU's bytes, for any choice of ``--shard-segments``.
-
-    At the optimizer's step all buffers are whole. Before it, shards free no more than all
-    parameters and gradients of a rank.
-    """
-    c, footprint = item.candidate, item.estimate.footprint
-    of_rank = (
-        sum(item.estimate.gradient_bytes[rank :: c.num_ranks]) for rank in range(c.num_ranks)
-    )
-    freed = max(of_rank) * (1 + c.setup.element_bytes / c.setup.gradient_bytes)
-    return max(*footprint.static_bytes, item.device_bytes - freed)
-
-
 def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
     """Bound the iteration from below by what each rank must do.
 

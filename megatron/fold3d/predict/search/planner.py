@@ -30,13 +30,7 @@ from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.placement import routes
 from megatron.fold3d.predict.cost_model.recompute_by_stage import fewest_recomputed
-from megatron.fold3d.predict.search.bounds import (
-    Bounded,
-    bounded,
-    earlier_s,
-    exact_bytes,
-    least_sharded_bytes,
-)
+from megatron.fold3d.predict.search.bounds import Bounded, bounded, earlier_s, exact_bytes
 from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import (
     computed,
@@ -486,8 +480,6 @@ def _that_shards_make_fit(all_: Sequence[Bounded], judge: "_Judge") -> Iterator[
         sharded = c.setup.distributed_optimizer and c.setup.num_replicas > 1
         freed = c.schedule == "aiao" and c.num_segments > 2 and not c.offload
         if not (sharded and freed) or c.choice.carries or judge.fits(item):
-            continue
-        if least_sharded_bytes(item) > judge.limit_bytes:
             continue
         for shards in ("weights", "gradients"):
             if judge.fits(bounded := judge.bounded(replace(c, shards=shards))):
