@@ -57,6 +57,7 @@ def test_a_stage_runs_every_microbatch(lost: str):
 
 def test_a_missing_microbatch_is_found_whatever_its_number():
     assert rejection("0F999999999") == ["0F0 is missing; a stage runs each micro-batch once"]
+    assert rejection("1F0 1B0 0F1 0B1") == ["0F0 is missing; a stage runs each micro-batch once"]
     assert rejection("0F0\n999999999F0") == ["1F0 is missing; a stage runs each micro-batch once"]
 
 

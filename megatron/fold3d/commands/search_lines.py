@@ -96,10 +96,7 @@ def gains(found: Search, shape: ModelShape, cluster: Cluster) -> tuple[Case, ...
     if ours is None or stock is None:
         return ()
     assumed = Case("as assumed: stock waits for its sends", found.gain)
-    return (
-        assumed,
-        *gains_if_off_by_half(shape, cluster, ours.candidate, stock.candidate),
-    )
+    return (assumed, *gains_if_off_by_half(shape, cluster, ours, stock))
 
 
 def rates_of(choice: JudgedCandidate, shape: ModelShape, cluster: Cluster) -> dict[str, float]:

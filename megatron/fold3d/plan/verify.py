@@ -89,8 +89,8 @@ def _check_actions(plan: Plan) -> AbstractSet[tuple[int, Op]]:
     actions = frozenset(found)
     ops = {op for _, op in found}
     for stage in range(plan.num_stages):
-        split = {Op.WEIGHT} if found[stage, Op.WEIGHT] else set()
-        for op in {Op.FORWARD} | ops & {Op.BACKWARD} | split:
+        split = (Op.WEIGHT,) if found[stage, Op.WEIGHT] else ()
+        for op in (Op.FORWARD, *ops & {Op.BACKWARD}, *split):
             if len(found[stage, op]) < plan.num_microbatches:
                 present = set(found[stage, op])
                 lacking = Action(stage, op, next(m for m in count() if m not in present))

@@ -355,8 +355,13 @@ class ModelShape:
         return tuple(range(*ends) for ends in pairwise(accumulate(counts, initial=0)))
 
     def by_stage[N: (int, float)](self, of_layer: Callable[[int], N], split: Split) -> list[N]:
-        """Return, per stage, the sum of what its layers have."""
-        return [sum(map(of_layer, layers)) for layers in self.stage_layers(split)]
+        """Return, per stage, the sum of what its layers have; layers of a kind are asked once."""
+        count = self.num_layers
+        kinds = {0, min(self.num_dense_layers, count), count - self.num_decoder_layers, count}
+        each: list[N] = []
+        for first, behind in pairwise(sorted(kinds)):
+            each += [of_layer(first)] * (behind - first)
+        return [sum(each[layers.start : layers.stop]) for layers in self.stage_layers(split)]
 
     def _evenly(self, num_stages: int) -> list[int]:
         if num_stages < 1 or self.num_layers % num_stages:

@@ -1,6 +1,6 @@
 """Bounds on a candidate's time and memory that need no simulation."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,7 +12,6 @@ from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change
 from megatron.fold3d.predict.search.candidate_timeline import launches_in_backward
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.judge import plain_order
-from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.pair_times import in_pairs, without_exchanges
 
 
@@ -41,20 +40,6 @@ def bounded(candidate: Candidate, estimate: Estimate) -> Bounded:
     )
 
 
-def least_sharded_bytes(item: Bounded) -> float:
-    """Return a lower bound of the fullest GPU's bytes, for any choice of ``--shard-segments``.
-
-    At the optimizer's step all buffers are whole. Before it, shards free no more than all
-    parameters and gradients of a rank.
-    """
-    c, footprint = item.candidate, item.estimate.footprint
-    of_rank = (
-        sum(item.estimate.gradient_bytes[rank :: c.num_ranks]) for rank in range(c.num_ranks)
-    )
-    freed = max(of_rank) * (1 + c.setup.element_bytes / c.setup.gradient_bytes)
-    return max(*footprint.static_bytes, item.device_bytes - freed)
-
-
 def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
     """Bound the iteration from below by what each rank must do.
 
@@ -71,11 +56,13 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
         estimate = replace(estimate, costs=without_exchanges(estimate.costs))
     costs = estimate.costs
     inside_s = earlier_s(candidate, estimate)
+    delayed = _delayed_segments(candidate)
     bound_s = 0.0
     for rank in range(candidate.num_ranks):
         forward_s, backward_s = _there_and_back(candidate, estimate, rank)
         compute_s = _work_s(candidate, estimate, rank)
-        left_s = _delayed_s(candidate, costs, rank)
+        stages = (segment * candidate.num_ranks + rank for segment in delayed)
+        left_s = candidate.num_microbatches * sum(costs.weight_s[stage] for stage in stages)
         sync_s, gather_s = costs.grad_sync_s, costs.param_gather_s
         start_s = max(forward_s, gather_s[rank])
         synced_first_s = compute_s - left_s + backward_s + sync_s[0]
@@ -129,14 +116,12 @@ def _work_s(candidate: Candidate, estimate: Estimate, rank: int) -> float:
     return work_s * candidate.num_microbatches
 
 
-def _delayed_s(candidate: Candidate, costs: Costs, rank: int) -> float:
-    """Return the seconds that a rank computes after all of its backwards."""
+def _delayed_segments(candidate: Candidate) -> Sequence[int]:
+    """Return the segments whose weight gradients may follow all of a rank's backwards."""
     choice = candidate.choice
-    segments: Iterable[int] = (*choice.where(wgrad="behind"), *choice.where(wgrad="last"))
     if choice.fills_gaps:
-        segments = range(1, candidate.num_segments)
-    stages = (segment * candidate.num_ranks + rank for segment in segments)
-    return candidate.num_microbatches * sum(costs.weight_s[stage] for stage in stages)
+        return range(1, candidate.num_segments)
+    return *choice.where(wgrad="behind"), *choice.where(wgrad="last")
 
 
 def _message_s(estimate: Estimate) -> float:

@@ -24,7 +24,7 @@ from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.judge import Judge, Simulated, plain_order
-from megatron.fold3d.predict.simulator.link import Device, Link, sends_stock_waits_for
+from megatron.fold3d.predict.simulator.link import Device, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 PAUSE_SHARE = 0.5  # what PP.sync may take from DP.sync before they share fairly
@@ -183,19 +183,9 @@ def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
     This is a lower bound: with a fixed order, everything that a candidate adds can only make ranks
     wait longer. Without flows on a network it takes a fraction of the time to simulate.
     """
-    costs = estimate.costs
-    message_s = costs.p2p_s
-    if len(set(estimate.nic_of_rank)) < candidate.num_ranks:
-        message_s = min(message_s, costs.p2p_local_s)
-    alone = replace(
-        costs,
-        p2p_s=0.0,
-        p2p_local_s=0.0,
-        p2p_latency_s=costs.p2p_latency_s + message_s,
-        ep_sync_on_nic=False,
-    )
     choice = candidate.choice
-    link = Link(
+    link = estimate.link(
+        contended=False,
         sends_waited_for=_sends_waited_for(candidate),
         overlap_tensor_parallel=bool(choice.pairs),
         combined=candidate.combined,
@@ -204,7 +194,7 @@ def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
     plan = delay_weight_grads(computed(candidate), tuple(sorted(apart)))
     if choice.pairs and plan.num_ranks > 1:
         plan = pair_microbatches(add_p2p(plan))
-    return simulate(plan, alone, link)
+    return simulate(plan, replace(estimate.costs, ep_sync_on_nic=False), link)
 
 
 def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:

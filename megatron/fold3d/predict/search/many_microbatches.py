@@ -67,6 +67,14 @@ def extended(
     return tuple(c + groups * (c - a) / 2 for a, c in zip(first, third, strict=True))
 
 
+def iteration_s(
+    candidate: Candidate, estimate: Estimate, simulated: Callable[[Candidate], Timeline]
+) -> float:
+    """Return the seconds of a candidate's iteration, with arguments as of `extended`."""
+    line = extended(candidate, estimate, simulated)
+    return simulated(candidate).period_s if line is None else line[0]
+
+
 def may_be_extended(candidate: Candidate, estimate: Estimate) -> bool:
     """Return True if extrapolation from three iterations may be exact and saves time."""
     few = candidate.num_microbatches < _LEAST_SAVED * sum(_numbers(candidate, estimate))

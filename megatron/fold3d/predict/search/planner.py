@@ -30,13 +30,7 @@ from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.placement import routes
 from megatron.fold3d.predict.cost_model.recompute_by_stage import fewest_recomputed
-from megatron.fold3d.predict.search.bounds import (
-    Bounded,
-    bounded,
-    earlier_s,
-    exact_bytes,
-    least_sharded_bytes,
-)
+from megatron.fold3d.predict.search.bounds import Bounded, bounded, earlier_s, exact_bytes
 from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import (
     computed,
@@ -47,7 +41,12 @@ from megatron.fold3d.predict.search.candidate_timeline import (
 )
 from megatron.fold3d.predict.search.candidates import FREE, Assumption, Candidate, Given, candidates
 from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
-from megatron.fold3d.predict.search.many_microbatches import extended, may_be_extended, measures
+from megatron.fold3d.predict.search.many_microbatches import (
+    extended,
+    iteration_s,
+    may_be_extended,
+    measures,
+)
 from megatron.fold3d.predict.search.neighbours import (
     in_16_bits,
     neighbours,
@@ -301,8 +300,7 @@ class _Judge:
         alone = without_grad_sync(item.candidate)
         if alone not in self._undisturbed_s:
             simulated = partial(undisturbed, estimate=item.estimate)
-            line = extended(alone, item.estimate, simulated)
-            self._undisturbed_s[alone] = simulated(alone).period_s if line is None else line[0]
+            self._undisturbed_s[alone] = iteration_s(alone, item.estimate, simulated)
         sync_s = 0.0 if alone.choice.splits else item.estimate.costs.grad_sync_s[0]
         inside_s = earlier_s(item.candidate, item.estimate)
         return self._undisturbed_s[alone] + max(0.0, sync_s - inside_s)
@@ -482,8 +480,6 @@ def _that_shards_make_fit(all_: Sequence[Bounded], judge: "_Judge") -> Iterator[
         sharded = c.setup.distributed_optimizer and c.setup.num_replicas > 1
         freed = c.schedule == "aiao" and c.num_segments > 2 and not c.offload
         if not (sharded and freed) or c.choice.carries or judge.fits(item):
-            continue
-        if least_sharded_bytes(item) > judge.limit_bytes:
             continue
         for shards in ("weights", "gradients"):
             if judge.fits(bounded := judge.bounded(replace(c, shards=shards))):

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
-from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.many_microbatches import iteration_s
+from megatron.fold3d.predict.search.search_result import JudgedCandidate
 
 _DOCTOR = "measure it with `fold3d doctor --write-cluster FILE`"
 _COMPARE = "train 20 iterations of both with scripts/slurm/compare.sbatch"
@@ -25,7 +27,7 @@ class Case:
 
 
 def gains_if_off_by_half(
-    shape: ModelShape, cluster: Cluster, ours: Candidate, stock: Candidate
+    shape: ModelShape, cluster: Cluster, ours: JudgedCandidate, stock: JudgedCandidate
 ) -> Iterator[Case]:
     """Yield each assumption as it would be.
 
@@ -38,13 +40,12 @@ def gains_if_off_by_half(
         stock: the fastest of stock Megatron.
     """
 
-    def seconds(candidate: Candidate, on: Cluster, *, waits: bool = True) -> float:
-        known = estimate_of(shape, on, candidate)
-        return timeline_of(candidate, known, waits_for_sends=waits).period_s
+    def seconds(judged: JudgedCandidate, on: Cluster, *, waits: bool = True) -> float:
+        known = estimate_of(shape, on, judged.candidate)
+        simulated = partial(timeline_of, estimate=known, waits_for_sends=waits)
+        return iteration_s(judged.candidate, known, simulated)
 
-    ours_s = seconds(ours, cluster)
-    blocked_s, free_s = seconds(stock, cluster), seconds(stock, cluster, waits=False)
-    gain = (blocked_s + free_s) / 2 / ours_s - 1
+    gain = (stock.iteration_s + seconds(stock, cluster, waits=False)) / 2 / ours.iteration_s - 1
     waits = "how long stock waits for its sends"
     yield Case("stock waits half as long for its sends", gain, waits)
     for name, what in (("nic_efficiency", "NICs achieve"), ("compute_efficiency", "GPUs achieve")):

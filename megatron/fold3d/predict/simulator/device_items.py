@@ -9,7 +9,7 @@ from enum import IntEnum
 from math import ceil
 from typing import NamedTuple
 
-from megatron.fold3d.observe.messages import message_from, reader_of, source_of
+from megatron.fold3d.observe.messages import message_from, reader_of
 from megatron.fold3d.plan.device_queues import Stream, reduced_apart, send_waits, stream_of
 from megatron.fold3d.plan.ir import Action, hooked
 from megatron.fold3d.plan.ops import (
@@ -64,15 +64,17 @@ class Items:
     Args:
         steps: the steps of the plan, with its transfers.
         device: the device that runs them.
-        alternates: whether receives and reductions use two streams, as ours do with one queue.
 
     Attributes:
         num_facts: how many facts come true: those of the steps, and that a collective which cuts a
             computation is over.
     """
 
-    def __init__(self, steps: Steps, device: Device, *, alternates: bool) -> None:
-        self._steps, self._device, self._alternates = steps, device, alternates
+    def __init__(self, steps: Steps, device: Device) -> None:
+        self._steps, self._device = steps, device
+        # With one queue, receives and reductions of ours use two streams. Stock Megatron waits for
+        # its sends, and has one communicator for each direction.
+        self._alternates = device.connections == 1 and not steps.link.sends_waited_for
         self.num_facts = len(steps.named)
 
     def of(self, program: Sequence[Step]) -> Iterator[Item]:
@@ -82,8 +84,8 @@ class Items:
         apart = reduced_apart(actions, steps.plan.num_ranks) if alternates else ()
         inside = self._launched_inside(program)
         launched = {step.action for step in inside.values()}
-        of_stock = steps.sends_waited_for
-        sends_waited_for = {} if of_stock else send_waits(actions)
+        waits_at_once = {way.send for way in WAYS if way.compute in steps.sends_waited_for}
+        sends_waited_for = {} if waits_at_once else send_waits(actions)
         awaited: set[tuple[int, int]] = set()  # DP.sync for which the compute stream has waited
         computed = 0  # items of the compute stream so far
 
@@ -115,10 +117,10 @@ class Items:
         for index, step in enumerate(program):
             action, op = step.action, step.action.op
             if op in P2P_OPS:
-                arrival = self._arrival(action)
+                arrival = step.fact if op in SEND_OPS else steps.facts[reader_of(action)]
                 stream = stream_of(action, alternates=alternates)
                 yield item(Kind.TRANSFER, stream, action, fact=arrival)
-                if op in SEND_OPS and source_of(message_from(action)).op in of_stock:
+                if op in waits_at_once:
                     yield wait_for(action, arrival)
             elif op in SYNC_OPS:
                 count = 0 if action in launched else self._launches(step)
@@ -154,12 +156,7 @@ class Items:
                         if reduction is not None:
                             yield part_of(Kind.COLLECTIVE, reduction, part=part, count=count)
             for send in sends_waited_for.get(index, ()):
-                yield wait_for(send, self._arrival(send))
-
-    def _arrival(self, side: Action) -> int:
-        """Return the fact that comes true with a transfer, given a side of it."""
-        message = message_from(side) if side.op in SEND_OPS else side
-        return self._steps.facts[reader_of(message)]
+                yield wait_for(send, steps.facts[reader_of(message_from(send))])
 
     def _launched_inside(self, program: Sequence[Step]) -> dict[Action, Step]:
         """Return the reductions that DDP's hooks launch, by the backward in which they do so."""

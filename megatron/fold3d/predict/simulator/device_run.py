@@ -11,9 +11,9 @@ attributed to it; for a transfer, from the moment when it flows.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.fold3d.observe.messages import message_from, message_to, send_of
+from megatron.fold3d.observe.messages import message_to
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
-from megatron.fold3d.plan.device_queues import Stream, stream_of
+from megatron.fold3d.plan.device_queues import Stream
 from megatron.fold3d.plan.ir import Action, Plan, PlanError, gc_paused
 from megatron.fold3d.plan.ops import P2P_OPS, SEND_OPS
 from megatron.fold3d.plan.passes.transfers import add_p2p
@@ -104,17 +104,6 @@ class _Work(NamedTuple):
     since_s: float
 
 
-class _Message(NamedTuple):
-    """A transfer; ``action`` is its RECV."""
-
-    sender: _Rank
-    receiver: _Rank
-    action: Action
-    fact: int
-    since_s: float
-    iteration: int
-
-
 class DeviceRun:
     """All GPUs, with the network and the events that they share.
 
@@ -129,12 +118,10 @@ class DeviceRun:
         self.iterations, self.flush = iterations, steps.plan.flushes
         self.traffic = Traffic(steps)
         self.clock = self.traffic.clock
-        # Stock Megatron waits for its sends, and has one communicator for each direction.
-        self.alternates = device.connections == 1 and not steps.link.sends_waited_for
-        items = Items(steps, device, alternates=self.alternates)
+        items = Items(steps, device)
         programs = [list(items.of(program)) for program in steps.programs]
         self.times_true = [0] * items.num_facts
-        self.begun: dict[int, _Rank] = {}  # transfers of which one side has begun, by their fact
+        self.begun: dict[int, _Work] = {}  # sides of transfers whose others have not, by fact
         self.ranks = [
             _Rank(number, program, device.connections) for number, program in enumerate(programs)
         ]
@@ -198,27 +185,29 @@ class DeviceRun:
     def _advance(self, rank: _Rank) -> None:
         """Begin all of a rank's items that can begin."""
         times_true, busy, per_iteration = self.times_true, rank.busy, rank.per_iteration
+        limited, several = self.most_outstanding is not None, len(rank.queues) > 1
         moved = True
         while moved:
             moved = False
-            if self.most_outstanding is not None:
+            if limited:
                 self._issue(rank)
             for queue in rank.queues:
                 while (iteration := queue.iteration) < rank.released:
                     item = queue.items[queue.position]
-                    _, stream, _, _, after, needs, _, _ = item
-                    if busy[stream] or rank.computed < iteration * per_iteration + after:
+                    if busy[item.stream] or rank.computed < iteration * per_iteration + item.after:
                         break
-                    if needs and any(times_true[f] <= iteration - ago for f, ago in needs):
+                    if item.needs and any(
+                        times_true[f] <= iteration - ago for f, ago in item.needs
+                    ):
                         break
                     if (
-                        self.most_outstanding is not None
+                        limited
                         and queue.numbers[queue.position] + iteration * len(rank.items)
                         >= rank.issued
                     ):
                         break
                     self._begin(rank, queue, item)
-                    moved = len(rank.queues) > 1
+                    moved = several
         if self.flush and not rank.has_met:
             self._meet(rank)
 
@@ -289,35 +278,32 @@ class DeviceRun:
 
     def _meet_other_side(self, work: _Work) -> None:
         """Let a transfer flow if its other side has begun."""
-        rank, item, iteration, now_s = work
-        other = self.begun.pop(item.fact, None)
+        other = self.begun.pop(work.item.fact, None)
         if other is None:
-            self.begun[item.fact] = rank
+            self.begun[work.item.fact] = work
             return
-        receiver = self.ranks[self.steps.rank_of[item.fact]]
-        sender = other if rank is receiver else rank
-        action = item.action
-        receive = message_from(action) if action.op in SEND_OPS else action
-        for each, side in ((sender, send_of(receive)), (receiver, receive)):
-            each.flows_since_s[stream_of(side, alternates=self.alternates)] = now_s
-        message = _Message(sender, receiver, receive, item.fact, now_s, iteration)
-        self.traffic.send(sender.number, receiver.number, receive.op, self._arrive, message)
+        sides = (work, other) if work.item.action.op in SEND_OPS else (other, work)
+        for side in sides:
+            side.rank.flows_since_s[side.item.stream] = work.since_s
+        sender, receiver = (side.rank.number for side in sides)
+        self.traffic.send(sender, receiver, sides[1].item.action.op, self._arrive, sides)
 
-    def _arrive(self, message: _Message) -> None:
-        sender, receiver, action, fact, since_s, iteration = message
+    def _arrive(self, sides: tuple[_Work, _Work]) -> None:
+        sent, received = sides
+        receiver, item, iteration, _ = received
+        since_s = max(sent.since_s, received.since_s)
         if (now_s := self.clock.now_s) > since_s:
-            receiver.spans.append(Span(Lane.P2P, since_s, now_s, action, iteration))
-        self.times_true[fact] += 1
-        for rank, side in ((receiver, action), (sender, send_of(action))):
-            rank.busy[stream_of(side, alternates=self.alternates)] = False
-            rank.unfinished -= 1
+            receiver.spans.append(Span(Lane.P2P, since_s, now_s, item.action, iteration))
+        self.times_true[item.fact] += 1
+        for side in sides:
+            side.rank.busy[side.item.stream] = False
+            side.rank.unfinished -= 1
         self._advance(receiver)
-        self._advance(sender)
+        self._advance(sent.rank)
 
     def _meet(self, rank: _Rank) -> None:
         """Wait for all ranks at the end of an iteration; the last one wakes the others."""
-        behind = any(queue.iteration < rank.released for queue in rank.queues)
-        if behind or any(rank.busy):
+        if any(rank.busy) or any(queue.iteration < rank.released for queue in rank.queues):
             return
         rank.has_met = True
         if not all(other.has_met for other in self.ranks):

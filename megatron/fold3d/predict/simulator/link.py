@@ -95,6 +95,8 @@ class Link:
     """
     combined: bool = False
     """Whether forwards run as one with backwards: see `plan.passes.combined`."""
+    contended: bool = True
+    """Whether messages share links; otherwise each takes the seconds of its costs."""
     device: Device | None = None
     """The GPUs that run the plan.
 

@@ -116,6 +116,7 @@ class Network:
 
         def end(flow: Flow) -> None:
             flows.remove(flow)
+            flow.tag = None  # a reference to itself would keep the run until garbage is collected
             if not flows:
                 done(tag)
 
@@ -126,6 +127,8 @@ class Network:
 
     def _way(self, out: int, into: int, uses: Sequence[Use]) -> _Way:
         """Return the links out of a NIC, into one and between, and the flows on each of them."""
+        if not uses:
+            return (out, into), (1, 1)
         above = (self._of_nics + use.link for use in uses)
         return (out, into, *above), (1, 1, *(use.flows for use in uses))
 
@@ -148,6 +151,8 @@ class Network:
 
     def update_rates(self) -> None:
         """Recompute the rates on links where flows have started or stopped."""
+        if not self._touched:
+            return
         nics: dict[int, None] = {}
         touched, on_link = self._touched, self._flows
         while touched:

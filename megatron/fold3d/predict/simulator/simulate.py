@@ -55,6 +55,11 @@ def simulate(plan: Plan, costs: Costs, link: Link = PLAIN, *, iterations: int = 
     Raises:
         PlanError: the costs are for another plan, or a rank waits for something that never happens.
     """
+    return _simulated(_prepared(plan, costs, link), iterations)
+
+
+def _prepared(plan: Plan, costs: Costs, link: Link) -> Steps:
+    """Return the steps of a plan that fits its costs and the link; on GPUs, with its transfers."""
     costs.check(plan.num_stages)
     nics = link.nic_of_rank
     if nics is not None and len(nics) != plan.num_ranks:
@@ -64,12 +69,16 @@ def simulate(plan: Plan, costs: Costs, link: Link = PLAIN, *, iterations: int = 
     device = link.device
     if device is not None and plan.num_ranks > 1 and not plan.has(*P2P_OPS):
         plan = add_p2p(plan, receives_late=device.connections == 1)
-    steps = Steps(plan, costs, link)
-    if device is not None:
+    return Steps(plan, costs, link)
+
+
+def _simulated(steps: Steps, iterations: int) -> Timeline:
+    if (device := steps.link.device) is not None:
         return DeviceRun(steps, device, iterations).timeline()
     return _Run(steps, iterations).timeline()
 
 
+@gc_paused()
 def steady_state(plan: Plan, costs: Costs, link: Link = PLAIN) -> Timeline:
     """Simulate until iterations take equally long, so that the last one is steady.
 
@@ -83,9 +92,9 @@ def steady_state(plan: Plan, costs: Costs, link: Link = PLAIN) -> Timeline:
     """
     if plan.flushes:
         return simulate(plan, costs, link)
-    iterations = _FEWEST
+    steps, iterations = _prepared(plan, costs, link), _FEWEST
     while True:
-        timeline = simulate(plan, costs, link, iterations=iterations)
+        timeline = _simulated(steps, iterations)
         *_, before_s, start_s, end_s = (0.0, *timeline.iteration_ends_s(0))
         settled = abs((end_s - start_s) - (start_s - before_s)) <= TOLERANCE * (end_s - start_s)
         if settled or iterations >= _MOST:
@@ -141,7 +150,7 @@ class _Run:
             Place.DP_SYNC_KEPT: "fifo",
         }
         queues = {
-            place: SyncQueue(self.traffic, number, order, spans.append, self.come_true)
+            place: SyncQueue(self.traffic, number, order, spans.append)
             for place, order in orders.items()
         }
         return _Rank(number, program, spans, queues)
@@ -183,7 +192,7 @@ class _Run:
                 self.traffic.compute(rank.number, step.action, seconds, self._finish, rank)
                 return
             if op in SYNC_OPS:
-                rank.queues[TABLE[op].place].enqueue_sync(step, iteration)
+                rank.queues[TABLE[op].place].enqueue_sync(step, iteration, self.come_true)
             elif op in COPY_OPS:
                 self._copy(rank, step)
             elif fact != NO_FACT:

@@ -36,22 +36,21 @@ class SyncQueue:
         rank: int,
         order: GradSyncOrder,
         write: Callable[[Span], None],
-        done: Callable[[int], None],
     ) -> None:
         self._clock, self._traffic, self._rank = traffic.clock, traffic, rank
         self._earliest_first = order == "edf"
-        self._write, self._done = write, done
+        self._write = write
         self._waiting: list[_Task] = []
         self._active: _Task | None = None
         self._since_s = 0.0
         self._started = 0
 
-    def enqueue_sync(self, step: Step, iteration: int) -> None:
+    def enqueue_sync(self, step: Step, iteration: int, done: Callable[[int], None]) -> None:
         """Put a task into the queue, which calls ``done`` with its fact when the task ends."""
         self._started += 1
         action, work_s, _, fact, first = step
         key = (iteration - first, action.stage) if self._earliest_first else (0, 0)
-        flows = self._traffic.sync(self._rank, work_s, self._end)
+        flows = self._traffic.sync(self._rank, work_s, self._end, done)
         task = _Task(key, self._started, action, iteration, fact, flows)
         heapq.heappush(self._waiting, task)
         if self._active is not None and key < self._active.key:
@@ -67,10 +66,10 @@ class SyncQueue:
             for flow in self._active.flows:
                 self._traffic.network.start_flow(flow)
 
-    def _end(self, _: None) -> None:
+    def _end(self, done: Callable[[int], None]) -> None:
         task = self._leave()
         self._next()
-        self._done(task.fact)
+        done(task.fact)
 
     def _leave(self) -> _Task:
         """Take the active task off the network and record its time there."""

@@ -54,9 +54,9 @@ class Traffic:
         costs, link, nics = self._steps.costs, self._steps.link, self._steps.nics
         flows_s = self.clock.now_s + costs.p2p_latency_s
         source, target = nics[sender], nics[receiver]
-        if source == target or not costs.p2p_s:
-            local_s = costs.p2p_local_s if source == target else 0.0
-            self.clock.at(flows_s + local_s, done, tag)
+        if source == target or not (costs.p2p_s and link.contended):
+            alone_s = costs.p2p_local_s if source == target else costs.p2p_s
+            self.clock.at(flows_s + alone_s, done, tag)
             return
         channel, uses = self._channels[sender, receiver, op], link.routes.of(sender, receiver)
         arrives = channel, done, tag
