@@ -229,9 +229,9 @@ MUTATIONS = (
     ),
     Mutation(
         "every copy counts as over",
-        "offload.copies:Copies.is_over",
-        "return bool(copied.query())",
-        "return True",
+        "transfers.host_link:HostLink._recycle",
+        "self._copying[0][0].query()",
+        "True",
         _TO_HOST,
     ),
     Mutation(

@@ -157,7 +157,7 @@ class HostLink(P2P):
 
     def _recycle(self) -> None:
         """Release the tensors and slots of copies that are done."""
-        while self._copying and self._copies.is_over(self._copying[0][0]):
+        while self._copying and self._copying[0][0].query():
             _, _, slot = self._copying.popleft()
             if slot is not None:
                 self.pool.give_back(slot)
