@@ -242,7 +242,7 @@ def _transfers(run: _Run) -> "Feature":
     if config.lazy_inter_segment:
         from megatron.fold3d.runtime.transfers.host_link import HostLink
 
-        connects.append(partial(HostLink.connect, run.timeout))
+        connects.append(partial(HostLink, timeout=run.timeout))
     return PipelineTransfers(connects, run.recorder)
 
 

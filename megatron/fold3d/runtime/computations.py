@@ -10,8 +10,8 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_step,
 )
 
-from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.runtime.feature import Handlers, Iteration
+from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.runtime.feature import Iteration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +26,6 @@ class Computations:
     data_iterators: Sequence[Any]
     collect_non_loss_data: bool
     first_val_step: bool | None
-
-    def handlers(self) -> Handlers:
-        """Return the handlers of FORWARD and BACKWARD."""
-        return {Op.FORWARD: self.forward, Op.BACKWARD: self.backward}
 
     def forward(self, action: Action) -> None:
         """Run one micro-batch's forward of a model chunk.

@@ -130,7 +130,8 @@ class Executor:
             self._where = iteration.rank, feature.preparing
             feature.prepare(iteration)
         self._announce(iteration.plan)
-        handlers = _table(self._features, iteration, computations.handlers())
+        innermost = {Op.FORWARD: computations.forward, Op.BACKWARD: computations.backward}
+        handlers = _table(self._features, iteration, innermost)
         with _timed(iteration.config):
             for action in iteration.program:
                 try:

@@ -132,12 +132,8 @@ class MeasuredCounts(Feature):
             replicas = [found[1:] for found in everyones if found[0] == rank]
             stages, spares, peaks = zip(*replicas, strict=True)
             largest = {
-                stage: StageBytes(
-                    layers=of_first.layers,
-                    recomputed=max(its[stage].recomputed for its in stages),
-                    kept=max(its[stage].kept for its in stages),
-                )
-                for stage, of_first in stages[0].items()
+                stage: StageBytes._make(map(max, zip(*(its[stage] for its in stages), strict=True)))
+                for stage in stages[0]
             }
             held = peak_if_all_recomputed(program, largest)
             usable = held + usable_bytes(min(spares))

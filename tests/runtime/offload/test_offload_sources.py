@@ -77,7 +77,7 @@ def test_the_library_copies_in_one_call_alone_or_one_by_one_as_the_driver_can(
         if count == 1:
             stub.stub_gets_an_old_driver()
     with pytest.raises(RuntimeError, match="copy of activations: no CUDA-capable device"):
-        offload_library.kernel_copy(sent, sent, 2, num_blocks=1)
+        offload_library.batched_copy(sent, sent, 2, num_blocks=1)
     memory.close()
     assert stub.stub_pinned() == 0
     offload_library._library.cache_clear()

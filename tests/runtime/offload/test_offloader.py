@@ -22,7 +22,7 @@ from megatron.fold3d.runtime.offload.copies import Copies, Watch
 from megatron.fold3d.runtime.offload.host_memory import HostMemoryError
 from megatron.fold3d.runtime.offload.offloader import Offloader
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool
-from megatron.fold3d.runtime.offload.saved_tensors import SavedTensors, offsets
+from megatron.fold3d.runtime.offload.saved_tensors import SavedTensors
 from tests.configs import CONFIG
 
 CPU = torch.device("cpu")
@@ -51,9 +51,6 @@ class LateCopies(Copies):
         for target in targets:
             target.fill_(255)  # whoever reads it before finds not a number
         return copied
-
-    def is_over(self, copied: Any) -> bool:
-        return not copied
 
     def wait(self, copied: Any) -> None:
         if copied:
@@ -212,11 +209,10 @@ def test_an_emptied_storage_and_the_next_at_its_address_are_two():
         later = tripled.clone()
         saved._parts[later.data_ptr()] = saved._parts.pop(address)  # as an allocator might
         later.exp_()
-    sources = saved.flat()
-    begins = offsets([source.numel() for source in sources])
-    buffer = torch.empty(begins[-1], dtype=torch.uint8)
-    for source, begin in zip(sources, begins[:-1], strict=True):
-        buffer[begin : begin + source.numel()] = source
+    sources, num_bytes = saved.flat()
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    for source, place in zip(sources, saved.places(buffer), strict=True):
+        place.copy_(source)
     saved.leave(None)
     saved.restore(buffer)
     (gradient,) = torch.autograd.grad(later.sum(), tripled)

@@ -16,17 +16,14 @@ from tests.distributed import run_distributed
 
 NUM_TENSORS = 12
 SHAPE = (256, 3)
-LAST, FIRST = 1, 0  # ranks of the pipeline
+LAST = 1  # rank of the pipeline
 
 
 def pass_on(kind: str) -> tuple[int, int]:
     """Send from the last rank to the first; returns how often a pool grew, and its slots."""
     dist.init_process_group("gloo")
-    forward = dist.new_group()
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    peers = {Op.SEND_F: FIRST, Op.RECV_F: LAST}
-    timeout = timedelta(seconds=60)
-    link = HostLink(dict.fromkeys(peers, forward), peers, device, timeout, num_ranks=2)
+    link = HostLink(dist.new_group(), device, timeout=timedelta(seconds=60))
     program = [Action(2, Op.RECV_F, 0), Action(2, Op.FORWARD, 0)]
     link.begin_iteration(tuple(program), torch.Size(SHAPE).numel() * 4)
     for number in range(NUM_TENSORS):
@@ -48,11 +45,7 @@ def pass_on(kind: str) -> tuple[int, int]:
 def take_first() -> bool:
     """Take the first of two tensors; returns whether the second then gets to the device."""
     dist.init_process_group("gloo")
-    peers = {Op.SEND_F: FIRST, Op.RECV_F: LAST}
-    timeout = timedelta(seconds=60)
-    link = HostLink(
-        dict.fromkeys(peers, dist.new_group()), peers, torch.device("cpu"), timeout, num_ranks=2
-    )
+    link = HostLink(dist.new_group(), torch.device("cpu"), timeout=timedelta(seconds=60))
     receives = [Action(2, Op.RECV_F, number) for number in range(2)]
     link.begin_iteration((*receives, *(Action(2, Op.FORWARD, number) for number in range(2))), 64)
     if dist.get_rank() == LAST:
@@ -77,13 +70,19 @@ def pass_on_as(rank: int, port: int) -> None:
     assert growths == 1
 
 
-def test_a_pool_without_a_free_slot_waits_for_a_copy_and_does_not_grow():
-    link = HostLink({}, {}, torch.device("cpu"), timedelta(seconds=1), num_ranks=2)
+def stage_two() -> tuple[bool, int]:
+    """Stage two tensors in one slot; returns whether they share it, and the growths."""
+    dist.init_process_group("gloo")
+    link = HostLink(dist.new_group(), torch.device("cpu"), timeout=timedelta(seconds=60))
     link.pool.reserve({512: 1})
     slot, _ = link._stage((128,), torch.float32)
     link._copying.append((link._copies.now(), None, slot))
-    assert link._stage((128,), torch.float32)[0] is slot
-    assert link.pool.num_growths == 1
+    return link._stage((128,), torch.float32)[0] is slot, link.pool.num_growths
+
+
+@pytest.mark.gloo
+def test_a_pool_without_a_free_slot_waits_for_a_copy_and_does_not_grow():
+    assert run_distributed(stage_two, 1) == [(True, 1)]
 
 
 @pytest.mark.gloo

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fold3d_patches.registry import apply
 from fold3d_patches.schedule import nccl_options
 from megatron.fold3d.runtime.grad_sync import bucket_groups
-from megatron.fold3d.runtime.transfers import nccl, p2p
+from megatron.fold3d.runtime.transfers import p2p
 
 pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="torch has no NCCL")
 TIMEOUT = timedelta(seconds=30)
@@ -33,38 +33,38 @@ class MegatronsGroup:
         return self
 
 
-def test_a_group_of_ours_has_the_options_of_megatrons() -> None:
-    megatrons = MegatronsGroup()
-    made = nccl.options("nccl", megatrons, TIMEOUT, first=True)
-    assert (made.config.max_ctas, made.config.traffic_class) == (4, 184)
-    assert (made.is_high_priority_stream, made._timeout) == (True, TIMEOUT)
-    assert not nccl.options("nccl", megatrons, TIMEOUT).is_high_priority_stream
-    assert not megatrons.options.is_high_priority_stream
-    assert nccl.options("gloo", megatrons, TIMEOUT, first=True) is None
-
-
-def test_all_groups_of_ours_are_made_with_these_options(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_groups_of_ours_have_the_options_of_megatrons_over_nccl(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
     """Their backend is said to be NCCL; what they are made with is seen, and gloo is made."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    make, seen = dist.new_group, []
+    make, seen = dist.new_group, list[Any]()
 
     def new_group(ranks: list[int], *, pg_options: Any, **_: Any) -> Any:
-        seen.append((pg_options.config.max_ctas, pg_options.is_high_priority_stream))
+        seen.append(pg_options)
         return make(ranks, backend="gloo")
 
-    megatrons = dist.new_group([0])
-    monkeypatch.setattr(type(megatrons), "_get_backend", lambda *_: MegatronsGroup(), raising=False)
-    monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
+    theirs, megatrons = MegatronsGroup(), dist.new_group([0])
+    monkeypatch.setattr(type(megatrons), "_get_backend", lambda *_: theirs, raising=False)
+    monkeypatch.setattr(dist, "get_backend", lambda *_: backend)
     monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "all_gather_object", lambda all_of, ours: all_of.__setitem__(0, ours))
+    monkeypatch.setattr(dist, "all_gather_object", lambda *_: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     try:
         bucket_groups.connect([megatrons], CPU, TIMEOUT)
-        p2p.make_groups(megatrons, "nccl", TIMEOUT)
+        p2p.groups_by_op(megatrons, backend, TIMEOUT)
     finally:
         monkeypatch.undo()
         dist.destroy_process_group()
-    assert seen == [(4, False), (4, True), (4, True)]
+    if backend == "gloo":
+        assert seen == [None] * 3
+        return
+    assert [options.is_high_priority_stream for options in seen] == [False, True, True]
+    assert not theirs.options.is_high_priority_stream
+    for options in seen:
+        assert (options.config.max_ctas, options.config.traffic_class) == (4, 184)
+        assert options._timeout == TIMEOUT
 
 
 def test_a_torch_without_classes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

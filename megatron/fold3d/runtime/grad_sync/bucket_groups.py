@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.runtime.transfers import nccl
-
 Ranks = tuple[int, ...]
 
 
@@ -104,26 +102,51 @@ def everyones_groups(ours: AbstractSet[Ranks]) -> list[Ranks]:
 
     All ranks of the job call this together.
     """
-    of_rank: list[set[Ranks]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_rank, ours)
-    return sorted(set().union(*of_rank))
+    everyones = [ours] * dist.get_world_size()
+    dist.all_gather_object(everyones, ours)
+    return sorted(set().union(*everyones))
+
+
+def make_groups(
+    beside: Iterable[dist.ProcessGroup],
+    timeout: timedelta,
+    backend: str | None = None,
+    *,
+    first: bool = False,
+) -> dict[Ranks, dist.ProcessGroup]:
+    """Make a new process group over the ranks of each of Megatron's groups ``beside``.
+
+    All ranks of the job call this together, each with the groups that it is in. Over NCCL they have
+    Megatron's options: what the file of ``--nccl-communicator-config-path`` says of its group, and
+    the traffic class. **No GPU has run this.**
+
+    Args:
+        beside: Megatron's groups for the same kind of communication.
+        timeout: the timeout of a transfer or a collective.
+        backend: the backend of the groups; None is the job's.
+        first: whether NCCL's kernels run on a high-priority stream, even if Megatron's do not.
+    """
+    megatrons = {ranks_of(group): group for group in beside}
+    is_nccl = (backend or dist.get_backend()) == "nccl"
+    made = {}
+    for ranks in everyones_groups(set(megatrons)):
+        options: Any = None
+        if is_nccl and ranks in megatrons:
+            theirs: Any = megatrons[ranks]._get_backend(torch.device("cuda")).options
+            is_first = first or theirs.is_high_priority_stream
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_first)
+            options.config, options._timeout = theirs.config, timeout
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)
+        if dist.get_rank() in ranks:
+            made[ranks] = group
+    return made
 
 
 def connect(
     beside: Iterable[dist.ProcessGroup], device: torch.device, timeout: timedelta
 ) -> dict[Ranks, dist.ProcessGroup]:
-    """Make a new process group over the ranks of each of Megatron's groups ``beside``.
-
-    All ranks of the job call this together, each with the groups that it is in.
-    """
-    megatrons = {ranks_of(group): group for group in beside}
-    made = {}
-    for ranks in everyones_groups(set(megatrons)):
-        options = None
-        if ranks in megatrons:
-            options = nccl.options(dist.get_backend(), megatrons[ranks], timeout)
-        group = dist.new_group(ranks, timeout=timeout, pg_options=options)
-        if dist.get_rank() in ranks:
-            made[ranks] = group
-            dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL connects here
+    """Make new groups as `make_groups` does, and let the ranks of each connect over NCCL."""
+    made = make_groups(beside, timeout)
+    for group in made.values():
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
     return made

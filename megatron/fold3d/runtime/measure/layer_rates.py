@@ -4,6 +4,7 @@ They are layers of no run: `fold3d doctor` describes a machine with their rates.
 """
 
 import time
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -70,17 +71,9 @@ def layer_seconds(sizes: LayerSizes, device: torch.device) -> float:
         has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
         dtype = torch.bfloat16 if has_bf16 else torch.float16
 
-    def weight(outputs: int, inputs: int) -> torch.Tensor:
-        values = torch.randn(outputs, inputs, device=device, dtype=dtype)
-        values.mul_(float(inputs) ** -0.5)
-        return values.requires_grad_()
-
-    qkv, out, up, down = (
-        weight(3 * width, hidden),
-        weight(hidden, width),
-        weight(4 * width, hidden),
-        weight(hidden, 4 * width),
-    )
+    linear = partial(torch.nn.Linear, bias=False, device=device, dtype=dtype)
+    qkv, out = linear(hidden, 3 * width), linear(width, hidden)
+    up, down = linear(hidden, 4 * width), linear(4 * width, hidden)
     shape = sizes.microbatch, sizes.sequence, hidden
     inputs = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.ones_like(inputs)
@@ -88,14 +81,14 @@ def layer_seconds(sizes: LayerSizes, device: torch.device) -> float:
 
     def layer() -> None:
         normed = functional.layer_norm(inputs, (hidden,))
-        parts = functional.linear(normed, qkv).view(*shape[:2], 3, -1, 64)
+        parts = qkv(normed).view(*shape[:2], 3, -1, 64)
         query, key, value = parts.transpose(1, 3).unbind(2)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         outputs = mixed.transpose(1, 2).reshape(*shape[:2], width)
-        residual = inputs + functional.linear(outputs, out)
+        residual = inputs + out(outputs)
         normed = functional.layer_norm(residual, (hidden,))
-        wide = functional.gelu(functional.linear(normed, up))
-        (residual + functional.linear(wide, down)).backward(gradient)
+        wide = functional.gelu(up(normed))
+        (residual + down(wide)).backward(gradient)
 
     return seconds(layer, device)
 

@@ -5,13 +5,14 @@ otherwise idle.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.runtime.measure.timing import gathered, seconds
+from megatron.fold3d.runtime.measure.timing import seconds, slowest
 
 _ALL_PAIRS = 8  # ranks; of more, only neighbours in a ring are measured
 _ROUND_TRIPS, _TRANSFERS = 20, 3
@@ -39,27 +40,21 @@ def measure(chosen: Sequence[tuple[int, int]], device: torch.device) -> list[Lin
 
     The default process group must be initialized.
     """
-    here = dist.get_rank()
-    found = []
-    for source, target in chosen:
-        dist.barrier()
-        if here in (source, target):
-            link = _measure(source, target, device)
-            if here == source:
-                found.append(link)
-    return [link for links in gathered(found) for link in links]
-
-
-def _measure(source: int, target: int, device: torch.device) -> LinkSpeed:
     word = torch.zeros(1, device=device)
     data = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
-
-    def there_and_back_s(there: torch.Tensor, rounds: int) -> float:
-        return seconds(lambda: _there_and_back(there, word, source, target), device, rounds)
-
-    latency_s = there_and_back_s(word, _ROUND_TRIPS) / 2
-    transfer_s = there_and_back_s(data, _TRANSFERS) - latency_s
-    return LinkSpeed(source, target, latency_s, _BYTES / max(1e-9, transfer_s))
+    found = []
+    for source, target in chosen:
+        times_s = [0.0, 0.0]
+        if dist.get_rank() in (source, target):
+            times_s = [
+                seconds(partial(_there_and_back, there, word, source, target), device, rounds)
+                for there, rounds in ((word, _ROUND_TRIPS), (data, _TRANSFERS))
+            ]
+        trip_s, data_s = slowest(times_s, device)
+        latency_s = trip_s / 2
+        bytes_per_s = _BYTES / max(1e-9, data_s - latency_s)
+        found.append(LinkSpeed(source, target, latency_s, bytes_per_s))
+    return found
 
 
 def _there_and_back(there: torch.Tensor, back: torch.Tensor, source: int, target: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,21 +33,8 @@ from megatron.fold3d.runtime.measure.timing import gathered
 
 _COSTS = {op: TABLE[op].cost for op in COMPUTE_OPS - PART_OPS}
 
-
-class _Found(NamedTuple):
-    """The measurements of one rank.
-
-    Attributes:
-        rank: the pipeline rank.
-        sizes: seconds and bytes by name, and then by stage or segment; the largest of ranks count.
-        step_s_per_byte: the optimizer's step for each byte of gradients, zero if not measured.
-        free_bytes: as in `free_device_bytes`.
-    """
-
-    rank: int
-    sizes: Mapping[str, Mapping[int, float]]
-    step_s_per_byte: float
-    free_bytes: int | None
+_Sizes = Mapping[str, Mapping[int, float]]
+"""Seconds and bytes by name, and then by stage or segment; the largest of all ranks count."""
 
 
 class RunRecorder:
@@ -124,14 +111,15 @@ class RunRecorder:
         """
         synchronize(self._device)
         everyones = gathered(self._found(iteration))
+        ranks, sizes, steps_s_per_byte, spares = zip(*everyones, strict=True)
         self.clear()
 
         def largest(name: str, count: int = iteration.plan.num_stages) -> tuple[float, ...]:
-            found = [rank.sizes[name] for rank in everyones]
+            found = [its[name] for its in sizes]
             return tuple(max(0.0, *(each.get(i, 0.0) for each in found)) for i in range(count))
 
         gradient_bytes = largest("gradient_bytes")
-        step_s_per_byte = min(found.step_s_per_byte for found in everyones)  # it waited for none
+        step_s_per_byte = min(steps_s_per_byte)  # it waited for none
         groups, sync_bytes = iteration.groups, int(max(gradient_bytes))
         of_lanes = {
             "PP.sync": lanes.transfers(iteration.pp_group, iteration.hidden_bytes, self._device),
@@ -140,7 +128,7 @@ class RunRecorder:
             "TP.sync": lanes.all_reduces(groups.tp, iteration.hidden_bytes, self._device),
         }
         message, grad_sync, gather, _ = of_lanes.values()
-        free_bytes = [(f.rank, f.free_bytes) for f in everyones if f.free_bytes is not None]
+        free_bytes = [(r, free) for r, free in zip(ranks, spares, strict=True) if free is not None]
         held = None
         if free_bytes:
             held = HeldSizes(saved=largest("saved"), delayed=largest("delayed"), most=())
@@ -173,7 +161,8 @@ class RunRecorder:
                 times[action.stage].append(end.after_s(start))
         return times
 
-    def _found(self, iteration: Iteration) -> _Found:
+    def _found(self, iteration: Iteration) -> tuple[int, _Sizes, float, int | None]:
+        """Return the pipeline rank, its sizes, a step's seconds per byte, and the free memory."""
         saved = self._left[FORTH.compute]
         sizes: dict[str, dict[int, float]] = {
             cost: {stage: median(times) for stage, times in self._times_s(op).items()}
@@ -192,9 +181,5 @@ class RunRecorder:
                 p.numel() * (8 if p.dtype == torch.float32 else 12) for p in chunk.parameters()
             )
         num_bytes = max(1.0, sum(sizes["gradient_bytes"].values()))
-        return _Found(
-            rank=iteration.rank,
-            sizes=sizes,
-            step_s_per_byte=self.step_s / num_bytes,
-            free_bytes=free_device_bytes(self._device),
-        )
+        step_s_per_byte = self.step_s / num_bytes  # of gradients; zero if it is not measured
+        return iteration.rank, sizes, step_s_per_byte, free_device_bytes(self._device)

@@ -84,10 +84,6 @@ class Copies:
         event.record()
         return event
 
-    def is_over(self, copied: Any) -> bool:
-        """Return True if a copy is done, without waiting for it."""
-        return bool(copied.query())
-
     def wait(self, copied: Any) -> None:
         """Make the current stream wait for a copy's event; the host does not wait."""
         self._backend.current_stream().wait_event(copied)

@@ -7,7 +7,7 @@ torch. Runs on a CPU do not need it.
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 
@@ -49,7 +49,10 @@ class PinnedMemory:
 
 
 def batched_copy(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: int
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    stream: int,
+    num_blocks: int | None = None,
 ) -> None:
     """Copy 1-D tensors between a GPU and page-locked memory, all in one launch on ``stream``.
 
@@ -60,37 +63,24 @@ def batched_copy(
         sources: as many tensors, of the same sizes, valid on ``stream``; the caller's.
         stream: the handle of a CUDA stream other than the default stream. The targets are valid
             on it.
+        num_blocks: the thread blocks of a kernel that copies; None leaves it to the copy engines.
 
     Raises:
         RuntimeError: CUDA refused the launch.
     """
-    _copy(_library().fold3d_batched_copy, targets, sources, c_void_p(stream))
-
-
-def kernel_copy(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: int, num_blocks: int
-) -> None:
-    """Copy as `batched_copy` does, but with a kernel of ``num_blocks`` thread blocks."""
-    blocks = c_uint(num_blocks)
-    _copy(_library().fold3d_kernel_copy, targets, sources, blocks, c_void_p(stream))
-
-
-def _copy(
-    copy: Callable[..., int],
-    targets: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor],
-    *how: c_uint | c_void_p,
-) -> None:
-    count = len(targets)
+    library, count = _library(), len(targets)
+    blocks = () if num_blocks is None else (c_uint(num_blocks),)
+    copy = library.fold3d_kernel_copy if blocks else library.fold3d_batched_copy
     error = copy(
         (c_void_p * count)(*(tensor.data_ptr() for tensor in targets)),
         (c_void_p * count)(*(tensor.data_ptr() for tensor in sources)),
         (c_size_t * count)(*(tensor.nbytes for tensor in sources)),
         c_size_t(count),
-        *how,
+        *blocks,
+        c_void_p(stream),
     )
     if error:
-        raise RuntimeError(f"copy of activations: {_library().fold3d_cuda_error(error).decode()}")
+        raise RuntimeError(f"copy of activations: {library.fold3d_cuda_error(error).decode()}")
 
 
 @functools.cache

@@ -18,7 +18,7 @@ and the computation after waits for it. Neither the host nor another rank waits.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +36,7 @@ from megatron.fold3d.runtime.measure.saved_bytes import lasting_storages
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.host_slots import HostSlots
 from megatron.fold3d.runtime.offload.offload_tuner import OffloadTuner
-from megatron.fold3d.runtime.offload.pinned_pool import ALIGNMENT
-from megatron.fold3d.runtime.offload.saved_tensors import SavedTensors, offsets
+from megatron.fold3d.runtime.offload.saved_tensors import SavedTensors
 from megatron.fold3d.runtime.plans import Plans
 
 _SMALL = 16  # a hidden state divided by this is too small to offload
@@ -160,7 +159,7 @@ class Offloader(Feature):
                 if key in self._travels:
                     self._away[key] = _Away(saved)
                 else:
-                    self._slots.learn_stage(forward.stage, _layout(saved.flat())[1])
+                    self._slots.learn_stage(forward.stage, saved.flat()[1])
         self._release()
 
     def checkpoint(self, upstream: Callable[..., Any], *args: Any) -> Any:
@@ -182,8 +181,7 @@ class Offloader(Feature):
                 its gradient from now on; its storage is emptied too. None in the first stage.
         """
         away = self._away[action.stage, action.microbatch]
-        sources = away.saved.flat()
-        begins, num_bytes = _layout(sources)
+        sources, num_bytes = away.saved.flat()
         self._slots.learn_stage(action.stage, num_bytes)
         slot = self.pool.take(num_bytes)
         if slot is None:
@@ -191,12 +189,8 @@ class Offloader(Feature):
             return
         away.num_bytes, away.held, away.slot = num_bytes, held, slot
         self._recorder.count(_OFFLOADED, num_bytes)
-        targets = [
-            slot[begin : begin + source.numel()]
-            for source, begin in zip(sources, begins, strict=True)
-        ]
         watch = partial(self._watched, action, "offload")
-        away.copied = self.copies.to_host(targets, sources, watch)
+        away.copied = self.copies.to_host(away.saved.places(slot), sources, watch)
         self._leaving[-1].append(away)
 
     def reload(self, action: Action) -> None:
@@ -264,12 +258,6 @@ class Offloader(Feature):
     def _hold(self) -> None:
         self.held += 1
         self.peak = max(self.peak, self.held)
-
-
-def _layout(sources: Sequence[torch.Tensor]) -> tuple[Sequence[int], int]:
-    """Return the offsets of flat tensors in their slot, and the slot's bytes, which are never 0."""
-    *begins, end = offsets([source.numel() for source in sources])
-    return begins, max(end, ALIGNMENT)
 
 
 class _Now(threading.local):

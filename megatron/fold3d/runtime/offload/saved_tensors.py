@@ -5,13 +5,12 @@ backward. We keep the *storages* of these tensors, each once: a storage is a ten
 views share it. The backward gets tensors of the same bytes, shape and strides.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron.fold3d.runtime.offload.pinned_pool import aligned
+from megatron.fold3d.runtime.offload.pinned_pool import ALIGNMENT, aligned
 
 
 class SavedTensors:
@@ -34,13 +33,20 @@ class SavedTensors:
         """Return a context in which all tensors that autograd saves are collected."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
-    def flat(self) -> list[torch.Tensor]:
-        """Return all storages that can be offloaded, each as ``[num_bytes]`` of ``uint8``.
+    def flat(self) -> tuple[list[torch.Tensor], int]:
+        """Return all storages that can be offloaded, and the bytes of their slot.
 
-        These tensors share the storages' memory, which autograd owns until `leave`.
+        Each is ``[num_bytes]`` of ``uint8`` and shares the storage's memory, which autograd owns
+        until `leave`. Their `places` in the slot, which is never empty, are aligned, end to end.
         """
-        self._moved = [part for part in self._parts.values() if part.is_whole]
-        return [part.flat() for part in self._moved]
+        self._moved, end = [part for part in self._parts.values() if part.is_whole], 0
+        for part in self._moved:
+            part.begin, end = end, end + aligned(part.num_bytes)
+        return [part.flat() for part in self._moved], max(end, ALIGNMENT)
+
+    def places(self, slot: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of a slot, ``[num_bytes]`` of ``uint8``: where each of `flat` belongs."""
+        return [slot[part.begin : part.begin + part.num_bytes] for part in self._moved]
 
     def leave(self, held: torch.Tensor | None) -> None:
         """Drop the storages; they must have been copied, and compute must have waited for that.
@@ -61,12 +67,11 @@ class SavedTensors:
     def restore(self, buffer: torch.Tensor) -> None:
         """Let autograd unpack its tensors as views of ``buffer``.
 
-        ``buffer`` is ``[num_bytes]`` of ``uint8`` on the device, with the bytes of `flat` at
-        `offsets`. It must be valid on the current stream, and belongs to autograd from now on.
+        ``buffer`` is ``[num_bytes]`` of ``uint8`` on the device, with the bytes of `flat` at their
+        `places`. It must be valid on the current stream, and belongs to autograd from now on.
         """
-        begins = offsets([part.num_bytes for part in self._moved])
-        for part, begin in zip(self._moved, begins[:-1], strict=True):
-            part.storage, part.offset = buffer.untyped_storage(), begin
+        for part in self._moved:
+            part.storage, part.offset = buffer.untyped_storage(), part.begin
 
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _View":
         # A subclass, such as a parameter, is more than its storage.
@@ -89,12 +94,12 @@ class SavedTensors:
 class _Part:
     """One storage, or its place in the buffer after `SavedTensors.restore`."""
 
-    __slots__ = ("num_bytes", "offset", "storage")
+    __slots__ = ("begin", "num_bytes", "offset", "storage")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage: torch.UntypedStorage | None = storage
         self.num_bytes = storage.nbytes()
-        self.offset = 0  # in the storage, in bytes
+        self.offset = self.begin = 0  # in the storage, and in the slot, in bytes
 
     @property
     def is_whole(self) -> bool:
@@ -126,11 +131,3 @@ def _unpack(saved: torch.Tensor | _View) -> torch.Tensor:
     tensor = torch.empty(0, dtype=saved.dtype, device=part.storage.device)
     offset = part.offset // tensor.itemsize + saved.offset
     return tensor.set_(part.storage, offset, saved.shape, saved.strides)
-
-
-def offsets(sizes: Sequence[int]) -> list[int]:
-    """Return the aligned offset of each part, laid end to end in this order, and last the end."""
-    begins = [0]
-    for size in sizes:
-        begins.append(begins[-1] + aligned(size))
-    return begins

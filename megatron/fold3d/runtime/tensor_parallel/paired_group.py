@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
 
 from megatron.fold3d.runtime.events import Events
 from megatron.fold3d.runtime.torch_names import method_of, under_both_names
@@ -26,7 +25,8 @@ class PairedGroup(dist.ProcessGroup):
 
     Tensors are the caller's: contiguous, of any dtype, and complete on the stream that is current
     at the call. The caller keeps them alive and unwritten until it has waited. Each of the four
-    returns a work; results are valid on the stream that is current in its ``wait``.
+    returns a work; results are valid on the stream that is current in its ``wait``. Torch's own
+    functions give all of them their options.
 
     Args:
         group: does the work.
@@ -54,46 +54,37 @@ class PairedGroup(dist.ProcessGroup):
         known.pg_group_ranks[self] = known.pg_group_ranks[group]
         known.pg_names[self] = known.pg_names[group]
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:  # type: ignore[override]
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any) -> Any:  # type: ignore[override]
         """Start an in-place all-reduce of one tensor, of any shape."""
-        return self._start(self.group.allreduce, tensors, options or dist.AllreduceOptions())
+        return self._start("allreduce", tensors, options)
 
-    def all_gather_single(
-        self, whole: torch.Tensor, share: torch.Tensor, options: Any = None
-    ) -> Any:
+    def all_gather_single(self, whole: torch.Tensor, share: torch.Tensor, options: Any) -> Any:  # type: ignore[override]
         """Start to all-gather every rank's ``share`` into ``whole``.
 
         ``share`` is ``[n, ...]``, and ``whole`` ``[size * n, ...]`` in the order of ranks.
         """
-        options = options or AllgatherOptions()
-        return self._start(method_of(self.group, "all_gather_single"), whole, share, options)
+        return self._start("all_gather_single", whole, share, options)
 
-    def reduce_scatter_single(
-        self, share: torch.Tensor, whole: torch.Tensor, options: Any = None
-    ) -> Any:
+    def reduce_scatter_single(self, share: torch.Tensor, whole: torch.Tensor, options: Any) -> Any:
         """Start to reduce-scatter ``whole``; ``share`` gets this rank's part of the result.
 
         ``share`` is ``[n, ...]``, and ``whole`` ``[size * n, ...]`` in the order of ranks.
         """
-        options = options or dist.ReduceScatterOptions()
-        reduce_scatter = method_of(self.group, "reduce_scatter_single")
-        return self._start(reduce_scatter, share, whole, options)
+        return self._start("reduce_scatter_single", share, whole, options)
 
-    def all_to_all_single(
+    def all_to_all_single(  # type: ignore[override]
         self,
         received: torch.Tensor,
         sent: torch.Tensor,
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
-        options: Any = None,
+        options: Any,
     ) -> Any:
         """Start to send each rank its rows of ``sent``; ``received`` gets theirs, by rank.
 
         Sizes count rows, one number per rank; if there are none, all are equal.
         """
-        options = options or dist.AllToAllOptions()
-        all_to_all = method_of(self.group, "all_to_all_single")
-        return self._start(all_to_all, received, sent, received_sizes, sent_sizes, options)
+        return self._start("all_to_all_single", received, sent, received_sizes, sent_sizes, options)
 
     def begin_together(self) -> None:
         """From here to `end_together`, start collectives of this thread and wait for none."""
@@ -123,13 +114,13 @@ class PairedGroup(dist.ProcessGroup):
         """Return the name of the backend that does the work."""
         return str(dist.get_backend(self.group))
 
-    def _start(self, collective: Callable[..., Any], *arguments: Any) -> Any:
+    def _start(self, collective: str, *arguments: Any) -> Any:
         # A call that waits at once would run on NCCL's stream of the caller, and overlap nothing.
         arguments[-1].asyncOp = True
         works: list[Any] = []
 
         def launch() -> Sequence[Any]:
-            works.append(collective(*arguments))
+            works.append(method_of(self.group, collective)(*arguments))
             return works
 
         end = self._recorder.collective(self._name, self._name.lower().replace(".", "_"), launch)

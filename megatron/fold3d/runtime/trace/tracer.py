@@ -48,8 +48,7 @@ class Tracer:
         self._plans = plans
         self._metrics = metrics
         self._recorded: list[IterationTrace] = []
-        self._written = 0
-        self._given_up = False
+        self._is_over = False  # written, or given up
         self.stages: dict[Any, int] = {}
 
     @contextmanager
@@ -73,7 +72,7 @@ class Tracer:
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         self.recorder.close()
-        if len(self._recorded) > self._written and not self._given_up:
+        if self._recorded and not self._is_over:
             self._write()
         if not self._recorded and failed is None:
             logger.warning(
@@ -91,12 +90,13 @@ class Tracer:
         if self._metrics.is_wanted:
             self._metrics.write(iteration)
         assert self._iterations is not None
-        if iteration.iteration in self._iterations and not self._given_up:
+        if iteration.iteration in self._iterations and not self._is_over:
             self._recorded.append(iteration)
-        if iteration.iteration == self._iterations[-1] and not self._given_up:
-            self._write()
+            if iteration.iteration == self._iterations[-1]:
+                self._write()
 
     def _write(self) -> None:
+        self._is_over = True
         rank, num_microbatches = dist.get_rank(), get_num_microbatches()
         plan = self._plans.latest if rank == 0 else None  # stock has none
         trace = RankTrace(
@@ -122,7 +122,6 @@ class Tracer:
             unfinished.write_text(trace.to_json(), encoding="utf-8")
             unfinished.replace(path)
         except OSError as error:
-            self._given_up = True
             with suppress(OSError):
                 unfinished.unlink()
             logger.warning(
@@ -133,7 +132,6 @@ class Tracer:
                 error.strerror or error,
             )
             return
-        self._written = len(self._recorded)
         if rank == 0:
             numbers = ", ".join(str(row.iteration) for row in self._recorded)
             logger.info("trace of iterations %s is in %s", numbers, self._folder)

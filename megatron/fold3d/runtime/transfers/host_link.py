@@ -8,21 +8,21 @@ the device when they are used. Gradients take the same route in the other direct
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op, Program
-from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, PEER, RECV_OPS, WAYS
+from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, RECV_OPS, WAYS
 from megatron.fold3d.runtime.device import make_current
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, aligned
-from megatron.fold3d.runtime.transfers.p2p import make_groups
+from megatron.fold3d.runtime.transfers.p2p import P2P, groups_by_op
 
 _UNFINISHED_SENDS = 4  # a tensor more would wait; the verified plan runs with none unfinished
 _READ = {way.compute: way.receive for way in WAYS}
@@ -31,55 +31,33 @@ _Fetched = tuple[torch.Tensor, torch.Tensor, Future[Any]]  # slot, device tensor
 _COPIES = 2  # slots whose copy to the device may not be over yet
 
 
-class HostLink:
-    """One end of the link from the last rank of a pipeline to its first.
+class HostLink(P2P):
+    """One end of the link from the last rank of a pipeline to its first, over gloo.
 
     A separate thread waits for copies to the host and then sends. The calling thread must not wait:
     it runs ahead of the GPU, and the work that it would wait for may depend on sends that it has
     not issued yet. Another thread waits for the tensor that is used next and copies it to the
     device during the computation before. So the device holds one tensor more than compute uses.
-
-    Args:
-        groups: gloo groups by op; only the sending thread sends, and only the caller receives.
-        peers: the rank in the group, by op.
-        device: the compute device.
-        timeout: for one transfer.
-        num_ranks: the number of pipeline ranks.
+    Only the sending thread sends, and only the calling thread receives.
     """
 
     def __init__(
-        self,
-        groups: Mapping[Op, dist.ProcessGroup],
-        peers: Mapping[Op, int],
-        device: torch.device,
-        timeout: timedelta,
-        num_ranks: int,
+        self, pp_group: dist.ProcessGroup, device: torch.device, *, timeout: timedelta
     ) -> None:
-        self._groups, self._peers, self._num_ranks = groups, peers, num_ranks
-        self._device = device
+        super().__init__(pp_group, device, timeout=timeout)
+        self._num_ranks = pp_group.size()
         self._timeout_s = timeout.total_seconds()
         self.pool = PinnedPool(device)
         self._copies = Copies(device)
         # By receive: the slot, the tensor in it, and the work.
-        self._arriving: dict[Action, tuple[torch.Tensor, torch.Tensor, dist.Work]] = {}
-        self._leaving: deque[tuple[Future[None], torch.Tensor]] = deque()  # with their slots
+        self._posted: dict[Action, tuple[torch.Tensor, torch.Tensor, dist.Work]] = {}
+        self._sends: deque[tuple[Future[None], torch.Tensor]] = deque()  # with their slots
         # Events of copies, with the tensor that is kept for each, or the slot that is free then.
         self._copying: deque[tuple[Any, torch.Tensor | None, torch.Tensor | None]] = deque()
         self._sender = _Worker(device)
         self._fetcher = _Worker(device)
-        self._fetches = Copies(device)
         self._next: dict[Action, Action] = {}  # what is used next, of what is received
         self._fetched: dict[Action, _Fetched] = {}
-
-    @classmethod
-    def connect(cls, timeout: timedelta, pp_group: dist.ProcessGroup, device: torch.device) -> Self:
-        """Make the link of a pipeline with its process groups; all ranks of the job call this."""
-        forward, backward = make_groups(pp_group, "gloo", timeout)[-1]
-        last, first = pp_group.size() - 1, 0
-        ways = ((FORTH, forward), (BACK, backward))
-        groups = {op: group for way, group in ways for op in (way.send, way.receive)}
-        peers = {op: first if step > 0 else last for op, step in PEER.items()}
-        return cls(groups, peers, device, timeout, pp_group.size())
 
     def begin_iteration(self, program: Program, num_bytes: int) -> None:
         """Reserve the host memory for an iteration whose tensors have ``num_bytes`` each.
@@ -107,10 +85,7 @@ class HostLink:
         """Start to receive into host memory, as `P2P.post` says."""
         self._recycle()
         slot, tensor = self._stage(shape, dtype)
-        group, peer = self._groups[action.op], self._peers[action.op]
-        work = dist.irecv(tensor, group=group, group_src=peer)
-        assert work is not None  # this rank is in the group
-        self._arriving[action] = slot, tensor, work
+        self._posted[action] = slot, tensor, self._start_receive(action, tensor)
 
     def take(self, action: Action) -> torch.Tensor:
         """Return a received tensor, as `P2P.take` says.
@@ -121,52 +96,49 @@ class HostLink:
             self._fetched[action] = self._fetch(action)
         slot, tensor, copy = self._fetched.pop(action)
         copied = copy.result(self._timeout_s)
-        self._fetches.wait(copied)
+        self._copies.wait(copied)
         self._copying.append((copied, None, slot))
         following = self._next.get(action)
-        if following in self._arriving:
+        if following in self._posted:
             self._fetched[following] = self._fetch(following)
         return tensor
-
-    def announce(self, action: Action) -> None:
-        """Do nothing: these transfers do not preempt DP.sync."""
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send ``tensor``, as `P2P.send` says; it may be non-contiguous."""
         self._recycle()
-        while len(self._leaving) >= _UNFINISHED_SENDS:
+        while len(self._sends) >= _UNFINISHED_SENDS:
             self._finish_first()
         slot, staged = self._stage(tensor.shape, tensor.dtype)
         source = tensor.detach().contiguous()  # a batch of copies moves bytes as they lie
         copied = self._copies.to_host([staged], [source])
         self._copying.append((copied, source, None))
-        group, peer = self._groups[action.op], self._peers[action.op]
 
         def deliver() -> None:
             copied.synchronize()
-            work = dist.isend(staged, group=group, group_dst=peer)
-            assert work is not None
-            work.wait()
+            self._start_send(action, staged).wait()
 
-        self._leaving.append((self._sender.submit(deliver), slot))
+        self._sends.append((self._sender.submit(deliver), slot))
 
     def drain(self) -> None:
         """Wait until every send has left; every receive must have been taken."""
-        left = [*self._arriving, *self._fetched]
+        left = [*self._posted, *self._fetched]
         assert not left, f"never used: {', '.join(map(str, left))}"
-        while self._leaving:
+        while self._sends:
             self._finish_first()
         self._recycle()
 
+    def _connect(self, pp_group: dist.ProcessGroup, timeout: timedelta) -> dict[Op, Any]:
+        return groups_by_op(pp_group, "gloo", timeout)
+
     def _fetch(self, action: Action) -> _Fetched:
         """Start to copy a tensor to the device as soon as it has been received."""
-        slot, staged, work = self._arriving.pop(action)
+        slot, staged, work = self._posted.pop(action)
         tensor = torch.empty_like(staged, device=self._device)
-        ready = self._fetches.now()  # its memory is free from here on
+        ready = self._copies.now()  # its memory is free from here on
 
         def copy() -> Any:
             work.wait()
-            return self._fetches.to_device([tensor], [staged], ready=ready)
+            return self._copies.to_device([tensor], [staged], ready=ready)
 
         return slot, tensor, self._fetcher.submit(copy)
 
@@ -179,13 +151,13 @@ class HostLink:
         return slot, slot[:num_bytes].view(dtype).view(tuple(shape))
 
     def _finish_first(self) -> None:
-        future, slot = self._leaving.popleft()
+        future, slot = self._sends.popleft()
         future.result(self._timeout_s)
         self.pool.give_back(slot)
 
     def _recycle(self) -> None:
         """Release the tensors and slots of copies that are done."""
-        while self._copying and self._copies.is_over(self._copying[0][0]):
+        while self._copying and self._copying[0][0].query():
             _, _, slot = self._copying.popleft()
             if slot is not None:
                 self.pool.give_back(slot)

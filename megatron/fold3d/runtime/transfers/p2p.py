@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op, Program
-from megatron.fold3d.plan.ops import BACK, FORTH, PEER, SEND_OPS
-from megatron.fold3d.runtime.grad_sync.bucket_groups import everyones_groups, ranks_of
-from megatron.fold3d.runtime.transfers import nccl
+from megatron.fold3d.plan.ops import BACK, FORTH, PEER, SEND_OPS, WAYS
+from megatron.fold3d.runtime.grad_sync.bucket_groups import make_groups, ranks_of
 
 _UNFINISHED_SENDS = 16  # more than a plan ever leaves behind unless the receiver is far behind
 
@@ -54,10 +53,7 @@ class P2P:
     def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start the receive ``action`` (RECV_F or RECV_B) of one tensor; `take` waits for it."""
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        group, peer = self._group(action), self._peers[action.op]
-        work = dist.irecv(tensor, group=group, group_src=peer)
-        assert work is not None  # this rank is in the group
-        self._arriving[action] = tensor, work
+        self._arriving[action] = tensor, self._start_receive(action, tensor)
 
     def take(self, action: Action) -> torch.Tensor:
         """Return the tensor of a posted receive, on the device; the caller owns it.
@@ -98,6 +94,12 @@ class P2P:
     def _group(self, action: Action) -> Any:
         return self._groups[action.op]
 
+    def _start_receive(self, action: Action, tensor: torch.Tensor) -> dist.Work:
+        group, peer = self._group(action), self._peers[action.op]
+        work = dist.irecv(tensor, group=group, group_src=peer)
+        assert work is not None  # this rank is in the group
+        return work
+
     def _start_send(self, action: Action, tensor: torch.Tensor) -> dist.Work:
         group, peer = self._group(action), self._peers[action.op]
         work = dist.isend(tensor, group=group, group_dst=peer)
@@ -106,16 +108,8 @@ class P2P:
 
     def _connect(self, pp_group: dist.ProcessGroup, timeout: timedelta) -> dict[Op, Any]:
         """Make the groups of this rank's transfers, and connect their ranks; all ranks call it."""
-        rank, num_ranks = pp_group.rank(), pp_group.size()
-        links = make_groups(pp_group, dist.get_backend(pp_group), timeout)
-        before, after = links[(rank - 1) % num_ranks % len(links)], links[rank % len(links)]
-        groups = {
-            FORTH.receive: before[0],
-            BACK.send: before[1],
-            FORTH.send: after[0],
-            BACK.receive: after[1],
-        }
-        self._meet(groups, rank, num_ranks)
+        groups = groups_by_op(pp_group, dist.get_backend(pp_group), timeout)
+        self._meet(groups, pp_group.rank(), pp_group.size())
         return groups
 
     def _meet(self, groups: Mapping[Op, dist.ProcessGroup], rank: int, num_ranks: int) -> None:
@@ -155,33 +149,26 @@ def _refuse_bound_group() -> None:
         )
 
 
-def make_groups(
+def groups_by_op(
     pp_group: dist.ProcessGroup, backend: str, timeout: timedelta
-) -> list[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
-    """Make the (forward, backward) groups of every pipeline, in the same order on all ranks.
+) -> dict[Op, dist.ProcessGroup]:
+    """Make the process groups of all pipelines, together; return those of this rank's transfers.
 
     Args:
         pp_group: Megatron's group of this rank's pipeline.
         backend: the backend of the groups.
         timeout: the timeout of one transfer.
-
-    Returns:
-        This pipeline's pairs; the link from rank r to the next uses pair ``r % len(pairs)``.
     """
-    ranks = ranks_of(pp_group)
-    ours = []
-    for pipeline in everyones_groups({ranks}):
-        for _ in range(2 if len(pipeline) == 2 else 1):
-            forward, backward = (
-                dist.new_group(
-                    pipeline,
-                    timeout=timeout,
-                    backend=backend,
-                    # PP.sync goes before DP.sync (paper Sec. III-A).
-                    pg_options=nccl.options(backend, pp_group, timeout, first=True),
-                )
-                for _ in range(2)
-            )
-            if pipeline == ranks:
-                ours.append((forward, backward))
-    return ours
+    rank, num_ranks, ours = pp_group.rank(), pp_group.size(), ranks_of(pp_group)
+    links = [  # from rank r to the next is number r % len(links)
+        # PP.sync goes before DP.sync (paper Sec. III-A).
+        [make_groups([pp_group], timeout, backend, first=True)[ours] for _ in WAYS]
+        for _ in range(2 if num_ranks == 2 else 1)
+    ]
+    before, after = links[(rank - 1) % num_ranks % len(links)], links[rank % len(links)]
+    return {
+        FORTH.receive: before[0],
+        BACK.send: before[1],
+        FORTH.send: after[0],
+        BACK.receive: after[1],
+    }

@@ -17,11 +17,9 @@ from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.transfers.host_link import HostLink
     from megatron.fold3d.runtime.transfers.p2p import P2P
 
-    Links = P2P | HostLink
-    Connect = Callable[[dist.ProcessGroup, torch.device], Links]
+    Connect = Callable[[dist.ProcessGroup, torch.device], P2P]
 
 
 class PipelineTransfers(Feature):
@@ -37,7 +35,7 @@ class PipelineTransfers(Feature):
 
     def __init__(self, connects: "Sequence[Connect]", recorder: Events = UNHEARD) -> None:
         self._connects, self._recorder = connects, recorder
-        self._links: list[Links] = []  # from the first iteration on
+        self._links: list[P2P] = []  # from the first iteration on
 
     def prepare(self, iteration: Iteration) -> None:
         """Connect in the first iteration, and reserve the host memory that transfers need."""
@@ -97,5 +95,5 @@ class PipelineTransfers(Feature):
         for link in self._links:
             link.drain()
 
-    def _link(self, action: Action) -> "Links":
+    def _link(self, action: Action) -> "P2P":
         return next(link for link in reversed(self._links) if link.carries(action))

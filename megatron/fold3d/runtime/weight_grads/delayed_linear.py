@@ -22,12 +22,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    LinearWithGradAccumulationAndAsyncCommunication,
+    RowParallelLinear,
 )
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
@@ -41,34 +41,12 @@ class Parallel(NamedTuple):
     Attributes:
         allreduce_dgrad: whether the input gradient is all-reduced over ``tp_group``.
         sequence_parallel: whether the input is a shard of the sequence, to be all-gathered.
-        tp_group: the tensor-parallel process group; None is Megatron's.
+        tp_group: the tensor-parallel process group.
     """
 
     allreduce_dgrad: bool
     sequence_parallel: bool
     tp_group: Any
-
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the matmul's input, ``[seq, batch, hidden]``: ``x``, all-gathered if needed.
-
-        With sequence parallelism ``x`` is this rank's shard of seq. Both are valid on the current
-        stream.
-        """
-        if self.sequence_parallel:
-            x = gather_from_sequence_parallel_region(x, group=self.tp_group)
-        return x
-
-    def own(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of ``x``, in its shape, from ``grad``, that of `whole`.
-
-        It is all-reduced, or reduce-scattered with sequence parallelism, and valid on the current
-        stream.
-        """
-        if self.sequence_parallel:
-            grad = reduce_scatter_to_sequence_parallel_region(grad, group=self.tp_group)
-        elif self.allreduce_dgrad:
-            grad = reduce_from_tensor_model_parallel_region(grad, group=self.tp_group)
-        return grad
 
 
 class _Kept(NamedTuple):
@@ -145,8 +123,16 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
             ``[seq, batch, output]``, with the whole seq; the caller owns it.
         """
         keep = partial(self._keep, weight, bias, parallel)
-        output: torch.Tensor = _Linear.apply(x, (weight, bias), parallel, keep)  # type: ignore[no-untyped-call]
-        return output
+        # Megatron notes in the weight that its gradient is fused, so it gets an alias. This is a
+        # parameter too: whether a matmul is folded into one of matrices, and so how it rounds,
+        # depends on whether the weight requires a gradient.
+        alias = torch.nn.Parameter(weight.detach())
+        fuses, buffer, limit = True, list[Any](), 0  # so Megatron leaves out the weight's gradient
+        reduces, is_shard, group = parallel
+        output: torch.Tensor = _Linear.apply(
+            *(keep, x, alias, None, fuses, reduces, is_shard, buffer, limit, group, 1)
+        )
+        return output if bias is None else output + bias.detach()
 
     @contextmanager
     def keeping(self, backward: Action) -> Iterator[None]:
@@ -162,7 +148,9 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
         """Compute and accumulate the gradients of some weights, each of them once."""
         params, grads = [], []
         for weight, bias, parallel, x, output_grad in items:
-            output_grad, x = prepare_input_tensors_for_wgrad_compute(output_grad, parallel.whole(x))
+            if parallel.sequence_parallel:
+                x = gather_from_sequence_parallel_region(x, group=parallel.tp_group)
+            output_grad, x = prepare_input_tensors_for_wgrad_compute(output_grad, x)
             params.append(weight)
             grads.append(output_grad.t().matmul(x))
             if bias is not None:
@@ -174,29 +162,16 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
         self._now[self._side()].append(_Kept(*what))
 
 
-class _Linear(torch.autograd.Function):
-    """Megatron's linear layer without the gradients of its weight and bias.
-
-    Autograd does not see these two in the tuple. They stay parameters: whether a matmul is folded
-    into one of matrices, and so how it rounds, depends on whether they require gradients.
-    """
+class _Linear(LinearWithGradAccumulationAndAsyncCommunication):  # type: ignore[misc]
+    """Megatron's linear layer, whose backward keeps the operands of the weight's gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        parameters: tuple[torch.Tensor, torch.Tensor | None],
-        parallel: Parallel,
-        keep: Callable[[torch.Tensor, torch.Tensor], None],
-    ) -> torch.Tensor:
-        weight, bias = parameters
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.parallel, ctx.keep = weight, parallel, keep
-        output = torch.matmul(parallel.whole(x), weight.t())
-        return output if bias is None else output + bias
+    def forward(ctx: Any, keep: Callable[[torch.Tensor, torch.Tensor], None], *args: Any) -> Any:
+        ctx.keep = keep
+        return LinearWithGradAccumulationAndAsyncCommunication.forward(ctx, *args)
 
     @staticmethod
-    def backward(ctx: Any, output_grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
-        ctx.keep(x.detach(), output_grad)
-        return ctx.parallel.own(output_grad.matmul(ctx.weight)), None, None, None
+    def backward(ctx: Any, output_grad: torch.Tensor) -> tuple[Any, ...]:
+        ctx.keep(ctx.saved_tensors[0].detach(), output_grad)
+        grads = LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, output_grad)
+        return None, *grads
