@@ -1,4 +1,7 @@
-"""``fold3d import``: a Hugging Face configuration as Megatron's flags."""
+"""``fold3d import``: a Hugging Face configuration as Megatron's flags.
+
+A field that no table here knows is refused, since the model might differ by it.
+"""
 
 import json
 import shlex
@@ -8,30 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.commands.console import OK, write
-from megatron.fold3d.commands.deepseek_flags import (
-    FIELDS,
-    NEEDED,
-    V2,
-    V3,
-    deepseek_flags,
-    rules,
-    yarn_flags,
-)
 from megatron.fold3d.observe.fields import parse_json, read_text
 
 EXAMPLE = "fold3d import Llama-3.1-8B/config.json"
 
-# Says nothing about the function of the model, or is what `_must_be` or `_flags` looks at.
-_NO_MATTER = frozenset(
-    (
-        *("architectures", "bos_token_id", "chunk_size_feed_forward", "dtype"),
-        *("eos_token_id", "id2label", "initializer_range", "is_encoder_decoder"),
-        *("label2id", "max_position_embeddings", "model_type", "name_or_path"),
-        *("_name_or_path", "output_attentions", "output_hidden_states", "pad_token_id"),
-        *("pretraining_tp", "problem_type", "return_dict", "torch_dtype"),
-        *("transformers_version", "use_cache"),
-    )
-)
+# Says nothing about the function of the model, or is what `_MUST_BE` or `_flags` looks at.
+_NO_MATTER = {
+    *("architectures", "bos_token_id", "chunk_size_feed_forward", "dtype"),
+    *("eos_token_id", "id2label", "initializer_range", "is_encoder_decoder"),
+    *("label2id", "max_position_embeddings", "model_type", "name_or_path"),
+    *("_name_or_path", "output_attentions", "output_hidden_states", "pad_token_id"),
+    *("pretraining_tp", "problem_type", "return_dict", "torch_dtype"),
+    *("transformers_version", "use_cache"),
+}
+# Fields that are a flag, by the models that have them.
 _SIZES = {
     "num_hidden_layers": "--num-layers",
     "hidden_size": "--hidden-size",
@@ -39,31 +32,46 @@ _SIZES = {
     "num_attention_heads": "--num-attention-heads",
     "vocab_size": "--vocab-size",
     "rms_norm_eps": "--norm-epsilon",
+}
+_EXPERTS = {
     "num_local_experts": "--num-experts",
     "num_experts_per_tok": "--moe-router-topk",
     "router_aux_loss_coef": "--moe-aux-loss-coeff",
 }
-_EXPERTS = frozenset(
-    (
-        *("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"),
-        *("router_jitter_noise", "output_router_logits"),
-    )
-)
-_ATTENTION = frozenset(("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"))
-_COMMON = frozenset(_SIZES) - _EXPERTS | {
+_LATENT = {
+    "q_lora_rank": "--q-lora-rank",
+    "kv_lora_rank": "--kv-lora-rank",
+    "qk_nope_head_dim": "--qk-head-dim",
+    "qk_rope_head_dim": "--qk-pos-emb-head-dim",
+    "v_head_dim": "--v-head-dim",
+    "n_routed_experts": "--num-experts",
+    "num_experts_per_tok": "--moe-router-topk",
+    "moe_intermediate_size": "--moe-ffn-hidden-size",
+    "aux_loss_alpha": "--moe-aux-loss-coeff",
+}
+_OPTIONAL = ("rms_norm_eps", "router_aux_loss_coef", "q_lora_rank", "aux_loss_alpha")
+# Other fields, likewise.
+_COMMON = {
     *("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling"),
     *("attention_dropout", "attention_bias", "hidden_act", "tie_word_embeddings"),
 }
-# Fields of each family, and the flags that all of its models need.
-_FAMILIES: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = {
-    "llama": (_COMMON | {"mlp_bias"}, ()),
-    "mistral": (_COMMON | {"sliding_window"}, ()),
-    "qwen2": (_COMMON | _ATTENTION | {"use_mrope"}, ("--add-qkv-bias",)),
-    "qwen3": (_COMMON | _ATTENTION, ("--qk-layernorm",)),
-    "mixtral": (_COMMON | _EXPERTS | {"sliding_window"}, ()),
-    **dict.fromkeys((V2, V3), (_COMMON | FIELDS, ())),
+_WINDOW = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+_OF_DEEPSEEK = {
+    *("first_k_dense_replace", "moe_layer_freq", "n_shared_experts", "n_group", "topk_group"),
+    *("topk_method", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "seq_aux"),
+    *("rope_interleave", "qk_head_dim", "mlp_bias", "output_router_logits"),
+    *("num_nextn_predict_layers", "auto_map", "ep_size", "quantization_config"),
 }
-_LATENT = (V2, V3)
+_V2, _V3 = "deepseek_v2", "deepseek_v3"
+# Fields of each family, and the flags that all of its models need.
+_FAMILIES: Mapping[str, tuple[Mapping[str, str], set[str], tuple[str, ...]]] = {
+    "llama": ({}, {"mlp_bias"}, ()),
+    "mistral": ({}, {"sliding_window"}, ()),
+    "qwen2": ({}, {*_WINDOW, "use_mrope"}, ("--add-qkv-bias",)),
+    "qwen3": ({}, _WINDOW, ("--qk-layernorm",)),
+    "mixtral": (_EXPERTS, {"router_jitter_noise", "output_router_logits", "sliding_window"}, ()),
+    **dict.fromkeys((_V2, _V3), (_LATENT, _OF_DEEPSEEK, ())),
+}
 _ALWAYS = (
     *("--swiglu", "--normalization RMSNorm", "--position-embedding-type rope"),
     "--disable-bias-linear",
@@ -83,12 +91,22 @@ _MUST_BE: Mapping[str, tuple[Any, str]] = {
     "pretraining_tp": (1, "1"),
     "is_encoder_decoder": (False, "false: pretrain_gpt.py trains decoders"),
 }
-# What Megatron's --use-rope-scaling has built in.
-_LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+# How Megatron stretches rotary positions, plain and latent: the kind, its fields that are flags,
+# and what it has built in.
+_LLAMA3 = (
+    "llama3",
+    {"factor": "--use-rope-scaling --rope-scaling-factor"},
+    {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+)
+_YARN = (
+    "yarn",
+    {
+        "factor": "--rope-type yarn --rotary-scaling-factor",
+        "mscale": "--mscale",
+        "mscale_all_dim": "--mscale-all-dim",
+    },
+    {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096},
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -117,7 +135,7 @@ def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the flags of a model with the same function, one word each.
 
     Args:
-        config: as `transformers` writes it.
+        config: as `transformers` writes it, or DeepSeek.
 
     Raises:
         ValueError: the family or a field is not known, or a value has no counterpart.
@@ -126,19 +144,16 @@ def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:
     if family not in _FAMILIES:
         found = f"model_type={family!r}" if family != "None" else "no model_type"
         raise ValueError(f"found {found}; it is one of {', '.join(sorted(_FAMILIES))}")
-    fields, switches = _FAMILIES[family]
-    if unknown := sorted(config.keys() - fields - _NO_MATTER):
+    own, others, switches = _FAMILIES[family]
+    sizes = {**_SIZES, **own}
+    if unknown := sorted(config.keys() - sizes.keys() - _COMMON - others - _NO_MATTER):
         raise ValueError(
             f"unknown fields {', '.join(unknown)}: a {family} of Megatron's might differ by them; "
             "drop those that are not used"
         )
-    needed, must_be = (*_SIZES,)[:5], dict(_MUST_BE)
-    if family in _LATENT:
-        needed += NEEDED
-    if missing := [name for name in needed if config.get(name) is None]:
+    if missing := [n for n in sizes if config.get(n) is None and n not in _OPTIONAL]:
         raise ValueError(f"lacks {', '.join(missing)}")
-    if family in _LATENT:
-        must_be |= rules(config)
+    must_be = {**_MUST_BE, **(_rules_of_deepseek(config) if own is _LATENT else {})}
     if config.get("use_sliding_window", True):
         must_be["sliding_window"] = None, "null: attention sees the whole sequence"
     for name, (known, rule) in must_be.items():
@@ -146,34 +161,32 @@ def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:
             continue
         if not (known(value) if callable(known) else value == known):
             raise ValueError(f"found {name}={value!r}; it has to be {rule}")
-    words = [*_ALWAYS, *switches, *_flags(config)]
+    words = [*_ALWAYS, *switches, *_flags(config, own)]
     return tuple(word for flag in words for word in flag.split())
 
 
-def _flags(config: Mapping[str, Any]) -> Iterator[str]:
-    latent = config["model_type"] in _LATENT
-    for name, flag in _SIZES.items():
-        if config.get(name) is not None and not (latent and name in _EXPERTS):
-            yield f"{flag} {config[name]}"
+def _flags(config: Mapping[str, Any], own: Mapping[str, str]) -> Iterator[str]:
+    latent = own is _LATENT
+    yield from _given(config, _SIZES if latent else {**_SIZES, **own})
     # Megatron's defaults are others.
     yield f"--hidden-dropout 0 --attention-dropout {config.get('attention_dropout') or 0}"
     yield f"--max-position-embeddings {config.get('max_position_embeddings', 2048)}"
-    if latent:
-        yield from deepseek_flags(config)
-    else:
-        yield from _heads(config)
+    yield from (_of_deepseek if latent else _heads)(config)
     if not config.get("tie_word_embeddings", False):
         yield "--untie-embeddings-and-output-weights"
     yield from _rotary(config, latent)
 
 
+def _given(config: Mapping[str, Any], flags: Mapping[str, str]) -> Iterator[str]:
+    """Yield the flags of the fields that a configuration has, with their values."""
+    return (f"{flags[n]} {config[n]}" for n in flags if config.get(n) is not None)
+
+
 def _heads(config: Mapping[str, Any]) -> Iterator[str]:
-    heads = config["num_attention_heads"]
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if (groups := config.get("num_key_value_heads") or heads) != heads:
         yield f"--group-query-attention --num-query-groups {groups}"
-    if (size := config.get("head_dim") or config["hidden_size"] // heads) * heads != config[
-        "hidden_size"
-    ]:
+    if (size := config.get("head_dim") or hidden // heads) * heads != hidden:
         yield f"--kv-channels {size}"
 
 
@@ -185,15 +198,78 @@ def _rotary(config: Mapping[str, Any], latent: bool) -> Iterator[str]:
         raise ValueError(f"found rope_theta={base}; --rotary-base is a whole number")
     yield f"--rotary-base {int(base)}"
     kind = rope.pop("rope_type", rope.pop("type", "default"))
-    if latent and (kind == "yarn" if rope else kind == "default"):
-        yield from yarn_flags(rope)
-        return
     if kind == "default" and not rope:
+        if latent:
+            yield "--rope-type rope"  # yarn is its default
         return
-    factor = rope.pop("factor", None)
-    if kind != "llama3" or factor is None or rope != _LLAMA3:
+    known, flags, built_in = _YARN if latent else _LLAMA3
+    rest = {name: value for name, value in rope.items() if name not in flags}
+    if latent:  # where fields may be left out
+        rest = built_in | rest
+    if kind != known or rest != built_in or None in map(rope.get, flags):
         raise ValueError(
-            f"found rope_type={kind!r} with {rope}; Megatron has default, and "
-            + ("yarn" if latent else f"llama3 with {_LLAMA3}")
+            f"found rope_type={kind!r} with {rope}; Megatron has default, and {known} with "
+            f"{', '.join(flags)} and {built_in}"
         )
-    yield f"--use-rope-scaling --rope-scaling-factor {factor}"
+    yield from _given(rope, flags)
+
+
+def _of_deepseek(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the flags of latent attention, experts and routing."""
+    yield "--multi-latent-attention --qk-layernorm"
+    yield from _given(config, _LATENT)
+    if num_dense := config.get("first_k_dense_replace"):
+        yield f"--moe-layer-freq ([0]*{num_dense}+[1]*{config['num_hidden_layers'] - num_dense})"
+    if num_shared := config.get("n_shared_experts"):
+        width = num_shared * config["moe_intermediate_size"]
+        yield f"--moe-shared-expert-intermediate-size {width}"
+    if config.get("seq_aux"):
+        yield "--moe-router-load-balancing-type seq_aux_loss"
+    if config["model_type"] == _V3:
+        yield "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    else:
+        yield "--moe-router-pre-softmax"
+    if (scale := config.get("routed_scaling_factor", 1.0)) != 1.0:
+        yield f"--moe-router-topk-scaling-factor {scale}"
+    if _has_groups(config):
+        yield f"--moe-router-num-groups {config['n_group']}"
+        yield f"--moe-router-group-topk {config['topk_group']}"
+    if num_further := config.get("num_nextn_predict_layers"):
+        yield f"--mtp-num-layers {num_further}"
+
+
+def _rules_of_deepseek(config: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
+    """Return the rows of `_MUST_BE` that depend on other fields.
+
+    Megatron scores a group of experts by as many of its experts as a token takes of a group,
+    DeepSeek-V2 by the best one, DeepSeek-V3 by the two best. Numbers for which they differ are
+    refused.
+    """
+    is_v3 = config["model_type"] == _V3
+    best = 2 if is_v3 else 1  # experts by which the model scores a group
+    heads, taken = config["num_attention_heads"], config["num_experts_per_tok"]
+    score = "sigmoid" if is_v3 else "softmax"
+    greedy = "group_limited_greedy" if _has_groups(config) else "greedy"
+    method = "noaux_tc" if is_v3 else greedy
+    norms = "1e-06: the norms of latent vectors have it, and Megatron has one for all"
+    return {
+        "num_key_value_heads": (
+            heads,
+            f"num_attention_heads, {heads}: every head has keys of its own",
+        ),
+        "rms_norm_eps": (1e-6, norms),
+        "rope_interleave": (True, "true: Megatron rotates pairs of neighbours"),
+        "scoring_func": (score, f"{score} for {config['model_type']}"),
+        "topk_method": (method, f"{method} where n_group={config.get('n_group')}"),
+        "norm_topk_prob": (is_v3, f"{str(is_v3).lower()}: Megatron's {score} router does so"),
+        "moe_layer_freq": (1, "1: all layers after the dense ones"),
+        "topk_group": (
+            lambda value: not _has_groups(config) or taken // value == best,
+            f"num_experts_per_tok / {best}, which is {taken / best:g}: a group is scored by its "
+            f"best {'two' if is_v3 else 'one'}",
+        ),
+    }
+
+
+def _has_groups(config: Mapping[str, Any]) -> bool:
+    return (config.get("n_group") or 1) > 1
