@@ -11,7 +11,6 @@ from typing import NamedTuple, Self
 
 from megatron.fold3d.observe.fields import check_fields, is_number, parse_json, read_text
 from megatron.fold3d.observe.timeline import Lane
-from megatron.fold3d.observe.trace_words import from_version_1
 from megatron.fold3d.plan.ir import gc_paused
 
 VERSION = 2
@@ -122,7 +121,7 @@ class RankTrace:
     @classmethod
     @gc_paused()
     def from_json(cls, text: str) -> Self:
-        """Read `to_json`, also as version 1 wrote it.
+        """Read `to_json`.
 
         Raises:
             ValueError: the text is no trace, or one of another version.
@@ -131,9 +130,7 @@ class RankTrace:
             found = parse_json(text)
             if not isinstance(found, dict) or "version" not in found:
                 raise ValueError("found no version in it; give a folder that --trace wrote")
-            if (version := found.pop("version")) == 1:
-                from_version_1(found)
-            elif version != VERSION:
+            if (version := found.pop("version")) != VERSION:
                 raise ValueError(f"found version {version!r}, this is for {VERSION}; trace again")
             rows = [dict(row) for row in found.pop("iterations")]
             for row in rows:
