@@ -117,7 +117,7 @@ def build_datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> A
         masking_use_longer_ngrams=False,
         masking_use_geometric_distribution=False,
         classification_head=args.bert_binary_head,
-        **dataset_options(args),
+        **dataset_options(args, BERTMaskedWordPieceDatasetConfig),
     )
     return BlendedMegatronDatasetBuilder(
         BERTMaskedWordPieceDataset,

@@ -27,14 +27,6 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from megatron.fold3d.training.pretraining import check_loss, check_run, dataset_options
 
-# Options of this dataset, beside those of every dataset.
-GPT_OPTIONS = (
-    "context_parallel_size",
-    "eod_mask_loss",
-    "object_storage_cache_path",
-    "reset_attention_mask",
-    "reset_position_ids",
-)
 NOT_PLAIN_GPT = (
     "dataloader_inter_document_masking",
     "fim_data",
@@ -148,8 +140,7 @@ def build_datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> A
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
         create_attention_mask=args.create_attention_mask_in_dataloader,
         sequences_per_dataset=json.loads(Path(sequences).read_text()) if sequences else None,
-        **dataset_options(args),
-        **{name: getattr(args, name) for name in GPT_OPTIONS},
+        **dataset_options(args, GPTDatasetConfig),
     )
     return BlendedMegatronDatasetBuilder(
         MockGPTDataset if args.mock_data else GPTDataset,

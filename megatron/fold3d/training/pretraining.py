@@ -3,6 +3,7 @@
 import functools
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,18 +22,6 @@ from megatron.fold3d.commands.installation import install
 from megatron.fold3d.config.run_flags import no_data
 from megatron.fold3d.config.spelling import flag_of
 
-# Options that Megatron's flags and its datasets call by one name.
-SAME_NAMES = (
-    "allow_ambiguous_pad_tokens",
-    "full_validation",
-    "mid_level_dataset_surplus",
-    "mmap_bin_files",
-    "multiple_validation_sets",
-    "num_dataset_builder_threads",
-    "split",
-)
-
-
 PARTS = ("training", "validation", "test")
 # Prefixes of data, and their weights if they have some.
 Blend = tuple[list[str], list[float] | None]
@@ -40,17 +29,18 @@ Blend = tuple[list[str], list[float] | None]
 SPIKE = 10.0
 
 
-def dataset_options(args: Namespace) -> dict[str, Any]:
-    """Return the options of Megatron's dataset configurations that all models share."""
+def dataset_options(args: Namespace, kind: Any) -> dict[str, Any]:
+    """Return what flags say of Megatron's dataset configuration of a kind, by the names of both."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    same = (field.name for field in fields(kind) if field.init and hasattr(args, field.name))
     return {
+        **{name: getattr(args, name) for name in same},
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
         "tokenizer": get_tokenizer(),
         "blend": blend,
         "blend_per_split": blend_per_split,
         "path_to_cache": args.data_cache_path,
-        **{name: getattr(args, name) for name in SAME_NAMES},
     }
 
 
