@@ -96,6 +96,23 @@ def on_cluster(shape: ModelShape, hardware: Cluster) -> CostsOf:
     return cache(lambda candidate: estimate_of(shape, hardware, candidate))
 
 
+def on_queues(costs: CostsOf, connections: int | None, launches: int | None = None) -> CostsOf:
+    """Return costs on GPUs whose streams share hardware queues; None is a queue for each.
+
+    Args:
+        costs: without queues.
+        connections: as of CUDA_DEVICE_MAX_CONNECTIONS.
+        launches: the collectives of each stage's DP.sync, if it is not as training cuts it.
+    """
+
+    def known(candidate: Candidate) -> Estimate:
+        stages = candidate.num_ranks * candidate.num_segments
+        each = () if launches is None else (launches,) * stages
+        return replace(costs(candidate), cuda_connections=connections, launches=each)
+
+    return known
+
+
 def in_numbers(args: Namespace) -> CostsOf:
     """Return the costs that ``--costs`` or ``--seconds`` say, which say nothing of memory.
 

@@ -34,7 +34,7 @@ def run_of(
     config: Fold3DConfig,
     estimate: CostsOf,
     shape: ModelShape | None = None,
-    usable_bytes: float | None = None,
+    cluster: Cluster | None = None,
 ) -> PredictedRun:
     """Return the run that flags describe, to be predicted.
 
@@ -43,7 +43,7 @@ def run_of(
         config: read from it.
         estimate: the costs and the memory of a candidate.
         shape: the model, if there is one.
-        usable_bytes: of a GPU's memory; None if it is not known.
+        cluster: the GPUs, of whose memory the run may hold the planner's share; if they are known.
 
     Raises:
         PlanError: the user's file holds no plan.
@@ -73,7 +73,7 @@ def run_of(
         estimate=estimate,
         file_order=read_plan(config.plan_file) if config.plan_file else None,
         shape=shape,
-        usable_bytes=usable_bytes,
+        usable_bytes=None if cluster is None else cluster.gpu_memory_bytes * USABLE_MEMORY,
         auto_layers=getattr(args, "layers", None) == AUTO,
         auto_recompute_layers=config.auto_recompute_layers,
         auto_ahead="ahead" in config.auto,
@@ -172,11 +172,6 @@ def _replicas(args: Namespace, hardware: Cluster | None) -> int:
             f"{hardware.num_gpus}; {fix}, or another cluster"
         )
     return replicas
-
-
-def usable_bytes(cluster: Cluster) -> float:
-    """Return the bytes of a GPU's memory that a run may hold: the planner's share of it."""
-    return cluster.gpu_memory_bytes * USABLE_MEMORY
 
 
 def setup_of(args: Namespace, data_parallel: int) -> Setup:

@@ -8,14 +8,14 @@ from pathlib import Path
 from megatron.fold3d.commands import auto_tries
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.cost_sources import (
-    CostsOf,
     add_cluster_options,
     add_number_options,
     in_numbers,
     named_cluster,
     on_cluster,
+    on_queues,
 )
-from megatron.fold3d.commands.job import config_of, left_out, run_of, usable_bytes
+from megatron.fold3d.commands.job import config_of, left_out, run_of
 from megatron.fold3d.commands.megatron_flags import Described, add_training_flags, given_training
 from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.commands.simulate_report import Report, judge_memory
@@ -28,7 +28,6 @@ from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.cost_model.cluster import Cluster
-from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.settled import PredictedRun
 
@@ -85,13 +84,9 @@ def run(args: Namespace) -> int:
             complain(f"{config.plan_file}: {error}")
             return REJECTED
     costs = in_numbers(args) if hardware is None else on_cluster(said.model(), hardware)
-    its = run_of(
-        said.args,
-        config,
-        _on_device(costs, args),
-        said.shape if hardware else None,
-        usable_bytes(hardware) if hardware else None,
-    )
+    shape = said.shape if hardware else None
+    costs = on_queues(costs, args.cuda_connections, args.grad_sync_launches)
+    its = run_of(said.args, config, costs, shape, hardware)
     _check_costs(its, said)
     if config.choice.order == AUTO:
         write(_what_auto_would_try(args, its, config))
@@ -146,17 +141,6 @@ def _connections(args: Namespace, flags: Namespace, hardware: Cluster | None) ->
         return str(args.cuda_connections)
     shares = max(flags.tensor_model_parallel_size, flags.context_parallel_size) > 1
     return "1" if hardware is not None and shares and not hardware.is_blackwell else "8"
-
-
-def _on_device(costs: CostsOf, args: Namespace) -> CostsOf:
-    """Return costs on GPUs whose streams share as many queues as the options say."""
-
-    def known(candidate: Candidate) -> Estimate:
-        stages = candidate.num_ranks * candidate.num_segments
-        launches = () if (n := args.grad_sync_launches) is None else (n,) * stages
-        return replace(costs(candidate), cuda_connections=args.cuda_connections, launches=launches)
-
-    return known
 
 
 def _check_costs(its: PredictedRun, said: Described) -> None:

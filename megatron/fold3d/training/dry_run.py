@@ -12,8 +12,8 @@ from dataclasses import replace
 from megatron.fold3d.commands.auto_tries import lines as lines_of_auto
 from megatron.fold3d.commands.auto_tries import tries
 from megatron.fold3d.commands.console import counted
-from megatron.fold3d.commands.cost_sources import CostsOf, on_cluster
-from megatron.fold3d.commands.job import left_out, run_of, usable_bytes
+from megatron.fold3d.commands.cost_sources import on_cluster, on_queues
+from megatron.fold3d.commands.job import left_out, run_of
 from megatron.fold3d.commands.megatron_flags import shape_of
 from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.config.bucket_flags import has_one_queue
@@ -125,9 +125,8 @@ def planned(
         hardware = replace(NODES["a100"], num_nodes=args.world_size, gpus_per_node=1)
     costs = on_cluster(shape, hardware)
     if has_many_queues():
-        costs = _with_many_queues(costs)
-    limit = None if known is None else usable_bytes(hardware)
-    return run_of(args, config, costs, shape, limit).settled()
+        costs = on_queues(costs, None)
+    return run_of(args, config, costs, shape, known).settled()
 
 
 def _on_cluster(known: Cluster, peaks: Sequence[float], timeline: Timeline) -> Iterator[str]:
@@ -158,7 +157,3 @@ def _left_out(args: Namespace, known: Cluster | None) -> Iterator[str]:
         yield "--recompute-layers auto"
     if args.tensor_model_parallel_size == 1 and has_one_queue(args):
         yield "one hardware queue"
-
-
-def _with_many_queues(costs: CostsOf) -> CostsOf:
-    return lambda candidate: replace(costs(candidate), cuda_connections=None)
