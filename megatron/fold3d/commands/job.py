@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.fold3d.commands.cost_sources import CostsOf
-from megatron.fold3d.commands.megatron_flags import Described, has_small_gradients, precision_of
+from megatron.fold3d.commands.megatron_flags import Described, precision_of
 from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
@@ -113,7 +113,6 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
             f"{args.micro_batch_size} on {args.data_parallel_size} replicas: each computes equally "
             f"many micro-batches; give a multiple of {of_all}"
         )
-    args.accumulate_allreduce_grads_in_fp32 = not has_small_gradients(args)
     config = read_config(args)
     args.virtual_pipeline_model_parallel_size = config.num_segments
     layers = stage_layers(args) if said.shape is not None else ()
@@ -181,7 +180,6 @@ def setup_of(args: Namespace, data_parallel: int) -> Setup:
         args: Megatron's namespace.
         data_parallel: replicas of the model.
     """
-    small = (args.bf16 or args.fp16) and not args.accumulate_allreduce_grads_in_fp32
     # Fused attention keeps no scores and computes them again, as selective recomputation.
     otherwise: Recompute = "selective" if args.transformer_impl == "transformer_engine" else "none"
     return Setup(
@@ -196,7 +194,7 @@ def setup_of(args: Namespace, data_parallel: int) -> Setup:
         expert_tensor_parallel=args.expert_tensor_parallel_size or 0,
         local_layers=args.transformer_impl == "local",
         order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
-        **precision_of(args, small_gradients=small),
+        **precision_of(args),
     )
 
 

@@ -70,14 +70,13 @@ class Described:
             expert_parallel=self._fixed("expert_model_parallel_size"),
             rest=Setup(
                 expert_tensor_parallel=args.expert_tensor_parallel_size or 0,
-                **precision_of(args, small_gradients=has_small_gradients(args)),
+                **precision_of(args),
             ),
         )
 
     def _fixed(self, name: str) -> int | None:
         """Return a size that the flags give; None leaves it to the search."""
-        is_given = any(_values(self.words, flag_of(name)))
-        return getattr(self.args, name) if is_given else None
+        return getattr(self.args, name) if _values(self.words, flag_of(name)) else None
 
     def model(self) -> ModelShape:
         """Return the model.
@@ -173,6 +172,7 @@ def described(
         shape = shape_of(args)
     else:
         args.untie_embeddings_and_output_weights = True  # there are none
+    args.accumulate_allreduce_grads_in_fp32 = not _has_small_gradients(args)
     return Described(
         args=args,
         typed=read_words((), typed),
@@ -183,26 +183,22 @@ def described(
     )
 
 
-def has_small_gradients(args: Namespace) -> bool:
+def _has_small_gradients(args: Namespace) -> bool:
     """Tell whether gradients are summed in 16 bits: fp16's default, which bf16 has to ask for."""
     if args.fp16:
         return not args.accumulate_allreduce_grads_in_fp32
     return bool(args.bf16 and (args.main_grads_dtype != "fp32" or args.grad_reduce_in_bf16))
 
 
-def precision_of(args: Namespace, *, small_gradients: bool) -> dict[str, Any]:
-    """Return the fields of `Setup` that say in how many bits gradients are summed.
-
-    Args:
-        args: Megatron's namespace.
-        small_gradients: whether gradients are summed in 16 bits.
-    """
+def precision_of(args: Namespace) -> dict[str, Any]:
+    """Return the fields of `Setup` that say in how many bits gradients are summed."""
+    is_small = (args.bf16 or args.fp16) and not args.accumulate_allreduce_grads_in_fp32
     local = bool(args.ddp_param_name_patterns_for_fp32_local_accumulation)
     return {
         "fp32": not (args.bf16 or args.fp16),
-        "small_gradients": small_gradients,
-        "accumulates_in_fp32": small_gradients and local,
-        "scatters_in_fp32": small_gradients and args.ddp_reduce_scatter_with_fp32_accumulation,
+        "small_gradients": is_small,
+        "accumulates_in_fp32": is_small and local,
+        "scatters_in_fp32": is_small and args.ddp_reduce_scatter_with_fp32_accumulation,
     }
 
 
@@ -270,9 +266,8 @@ def _assumed(args: Namespace, words: Sequence[str]) -> Iterator[str]:
         yield f"a vocabulary of {_DEFAULT_VOCABULARY}; --vocab-size is not among the flags"
     if args.fp8 or args.fp4:
         yield "fp8 and fp4 compute as fast as 16 bits"
-    flags = {name: [*_values(words, name)] for name in _ALONE}
     sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
-    if own := [f"{name} {flags[name][-1]}" for name in sizes if flags[name]]:
+    if own := [f"{name} {values[-1]}" for name in sizes if (values := _values(words, name))]:
         yield (
             f"the search chooses sizes anew, instead of {', '.join(own)}; --tp and --pp keep them"
         )
@@ -283,9 +278,6 @@ def _assumed(args: Namespace, words: Sequence[str]) -> Iterator[str]:
     )
     if own := [flag_of(name) for name in uneven if getattr(args, name)]:
         yield f"the search divides the layers itself, instead of {' and '.join(own)}"
-    for name, values in flags.items():
-        if len({*values}) > 1:
-            yield f"{name} is there several times; the last counts"
     shared = {
         "context_parallel_size": 1,
         "expert_model_parallel_size": 1,
@@ -299,12 +291,11 @@ def _assumed(args: Namespace, words: Sequence[str]) -> Iterator[str]:
         yield f"{' and '.join(fixed)} stay as they are"
 
 
-def _values(words: Sequence[str], flag: str) -> Iterator[str]:
-    """Yield the values of a flag that is given once or several times."""
-    for word, following in zip(words, (*words[1:], ""), strict=True):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            yield value if equals else following
+def _values(words: Sequence[str], flag: str) -> list[str]:
+    """Return the values of a flag that may be given several times, of which the last counts."""
+    pairs = zip(words, (*words[1:], ""), strict=True)
+    split = ((*word.partition("="), following) for word, following in pairs)
+    return [value if equals else after for name, equals, value, after in split if name == flag]
 
 
 def _in_words(shape: ModelShape) -> str:

@@ -120,12 +120,8 @@ _OF_RUNS: Mapping[str, Any] = {
     **dict.fromkeys(
         (
             *("use_checkpoint_args", "use_mp_args_from_checkpoint_args", "encoder_num_layers"),
-            *("tp_comm_overlap", "use_transformer_engine_op_fuser", "mtp_use_repeated_layer"),
-            *("overlap_dispatch_backward_with_experts_wgrad", "distribute_saved_activations"),
-            *("loss_scale", "train_iters"),
             *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
-            *("pipeline_model_parallel_comm_backend", "moe_input_jitter_eps"),
-            "moe_router_force_load_balancing",
+            *("tp_comm_overlap", "loss_scale", "train_iters"),
         )
     ),
 }

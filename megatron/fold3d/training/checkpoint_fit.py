@@ -30,7 +30,6 @@ _PARTS = (
     "untie_embeddings_and_output_weights",
     "mtp_num_layers",
 )
-_OPTIMIZER = ("optimizer",)
 # Chunks and shards that the older format has by their number.
 _LAYOUT = (
     "tensor_model_parallel_size",
@@ -98,7 +97,7 @@ def _differences(args: Namespace, saved: Namespace, is_sharded: bool) -> Iterato
     """Yield each flag's value in the checkpoint, what the run has instead, and what to do."""
     names = list(_SIZES)
     if not (args.finetune or args.no_load_optim):
-        names += _OPTIMIZER
+        names.append("optimizer")
     if not is_sharded:
         names += _LAYOUT
     if args.position_embedding_type == "learned_absolute":
@@ -111,6 +110,6 @@ def _differences(args: Namespace, saved: Namespace, is_sharded: bool) -> Iterato
             continue  # written by another version
         theirs, ours = getattr(saved, name), getattr(args, name, None)
         if theirs != ours:
-            fix = "give --no-load-optim" if name in _OPTIMIZER else "load another checkpoint"
+            fix = "give --no-load-optim" if name == "optimizer" else "load another checkpoint"
             flag = _FLAGS.get(name) or flag_of(name)
             yield f"{name} {theirs}, this run has {ours}; change {flag}, or {fix}"

@@ -102,7 +102,6 @@ def _check_parsed_elsewhere(args: Namespace) -> None:
     Raises:
         ValueError: one message in the form found, rule, fix.
     """
-    fix = "or parse with fold3d.parse_args"
     if not hasattr(args, "schedule"):
         raise ValueError(
             "found no --schedule: the flags of fold3d are missing; parse with "
@@ -113,23 +112,20 @@ def _check_parsed_elsewhere(args: Namespace) -> None:
             "found flags that are not validated: fold3d.install reads what Megatron derives; "
             "call it after parse_and_validate_args"
         )
-    if args.device == "cpu":
-        raise ValueError(
-            f"--device cpu: it patches Megatron before its flags are validated; drop it, {fix}"
-        )
-    if args.check is not None:
-        raise ValueError(
-            "--check: it stands for GPUs and ranks before Megatron validates its flags; "
-            f"drop it, {fix}"
-        )
-    if args.model_preset:
-        raise ValueError(
-            f"--model-preset {args.model_preset}: it stands for flags that are parsed already; "
-            f"give those flags, {fix}"
-        )
-    if args.segments is not None and args.segments != num_segments(args):
-        number = "N" if args.segments == AUTO else args.segments
-        raise ValueError(
-            f"--segments {args.segments}: Megatron has derived its virtual stages already; give "
-            f"--num-virtual-stages-per-pipeline-rank {number}, {fix}"
-        )
+    number = "N" if args.segments == AUTO else args.segments
+    is_late = {
+        "--device cpu: it patches Megatron before its flags are validated; drop it": (
+            args.device == "cpu"
+        ),
+        "--check: it stands for GPUs and ranks before Megatron validates its flags; drop it": (
+            args.check is not None
+        ),
+        f"--model-preset {args.model_preset}: it stands for flags that are parsed already; give "
+        "those flags": args.model_preset is not None,
+        f"--segments {args.segments}: Megatron has derived its virtual stages already; give "
+        f"--num-virtual-stages-per-pipeline-rank {number}": (
+            args.segments not in (None, num_segments(args))
+        ),
+    }
+    if late := [problem for problem, there in is_late.items() if there]:
+        raise ValueError(f"{late[0]}, or parse with fold3d.parse_args")
