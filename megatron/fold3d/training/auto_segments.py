@@ -101,10 +101,8 @@ def choose(
 
 def flags_of(chosen: Segments) -> list[str]:
     """Return the flags that a user would give for a choice."""
-    flags = ["--segments", str(chosen.num_segments)]
-    if chosen.layers:
-        flags += ["--pipeline-model-parallel-layout", layout_of(chosen.layers)]
-    return flags
+    layout = ["--pipeline-model-parallel-layout", layout_of(chosen.layers)] if chosen.layers else ()
+    return ["--segments", str(chosen.num_segments), *layout]
 
 
 def choose_segments(

@@ -43,15 +43,12 @@ Batch = dict[str, Any]
 def predicts_further(vp_stage: int | None) -> bool:
     """True if multi-token prediction, which reads the tokens again, is on this virtual stage."""
     args = get_args()
-    layout = _layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
+    layout = args.pipeline_model_parallel_layout
+    if layout is not None:
+        layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
     return bool(
         mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
     )
-
-
-@functools.cache
-def _layout(text: str | None, num_ranks: int) -> PipelineParallelLayerLayout | None:
-    return PipelineParallelLayerLayout(text, num_ranks) if text else None
 
 
 def reads_data(vp_stage: int | None) -> bool:

@@ -12,7 +12,6 @@ import re
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,14 +35,16 @@ class MeasurementCache:
     """The file of one shape on one kind of hardware."""
 
     def __init__(self, args: Namespace) -> None:
-        self._of = {name: _plain(getattr(args, name)) for name in SHAPE} | {
+        of = {name: getattr(args, name) for name in SHAPE} | {
             "nodes": os.environ.get("GROUP_WORLD_SIZE", "1"),  # torchrun counts them so
             "ranks": os.environ["WORLD_SIZE"],
             "accelerator": device_name(torch.device(args.device)),
             "cluster": re.sub(r"\d+", "", platform.node()),  # node017 is as good as node003
             "torch": torch.__version__,
         }
-        name = hashlib.sha256(json.dumps(self._of, sort_keys=True).encode()).hexdigest()[:16]
+        text = json.dumps(of, sort_keys=True, default=str)
+        self._of = json.loads(text)
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.path = home / "fold3d" / f"{name}.json"
 
@@ -62,7 +63,3 @@ class MeasurementCache:
         unfinished = self.path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(self.path)
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, int | float | str | None) else str(value)
