@@ -8,7 +8,7 @@ from megatron.fold3d.commands.console import OK, write
 from megatron.fold3d.commands.cost_sources import add_number_options, in_numbers
 from megatron.fold3d.commands.job import config_of, run_of
 from megatron.fold3d.commands.megatron_flags import add_training_flags, given_training
-from megatron.fold3d.commands.plan_source import sizes
+from megatron.fold3d.commands.plan_sizes import sizes
 from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS, HOST_OPS
 from megatron.fold3d.predict.search.candidate_timeline import plan_of
 

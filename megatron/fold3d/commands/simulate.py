@@ -17,7 +17,7 @@ from megatron.fold3d.commands.cost_sources import (
 )
 from megatron.fold3d.commands.job import config_of, left_out, run_of
 from megatron.fold3d.commands.megatron_flags import Described, add_training_flags, given_training
-from megatron.fold3d.commands.plan_source import in_words
+from megatron.fold3d.commands.plan_sizes import in_words
 from megatron.fold3d.commands.simulate_report import Report, judge_memory
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.observe.report.draw import Pipeline, caption_of, draw

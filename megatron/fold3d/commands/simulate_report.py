@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, REJECTED, complain
-from megatron.fold3d.commands.plan_source import in_words, sizes
+from megatron.fold3d.commands.plan_sizes import in_words, sizes
 from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.observe.breakdown import Flops, seconds_of, shown_columns
 from megatron.fold3d.observe.exposure import exposure, mean

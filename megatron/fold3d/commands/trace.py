@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, complain, write
 from megatron.fold3d.commands.cost_sources import costs_from
-from megatron.fold3d.commands.plan_source import in_words
+from megatron.fold3d.commands.plan_sizes import in_words
 from megatron.fold3d.observe.breakdown import (
     Breakdown,
     exposure_of_ranks,

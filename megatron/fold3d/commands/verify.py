@@ -5,8 +5,9 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from megatron.fold3d.commands.console import OK, REJECTED, complain, counted, write
-from megatron.fold3d.commands.plan_source import in_words, plan_from, sizes
+from megatron.fold3d.commands.plan_sizes import in_words, sizes
 from megatron.fold3d.plan.device_queues import CONNECTIONS
+from megatron.fold3d.plan.files import parse_plan, read_plan
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.verify import verify
 
@@ -44,7 +45,11 @@ def run(args: Namespace) -> int:
             "--tensor-parallel without --cuda-connections: only hardware queues make a difference "
             "to it; give --cuda-connections 1"
         )
-    plan = plan_from(args.plan_file)
+    if args.plan_file == Path("-"):
+        with open(0, "rb", closefd=False) as stdin:  # sys.stdin is None where a shell closed it
+            plan = parse_plan(stdin.read())
+    else:
+        plan = read_plan(args.plan_file)
     try:
         verify(plan)
         if args.cuda_connections is not None:

@@ -15,7 +15,7 @@ from megatron.fold3d.commands.console import counted
 from megatron.fold3d.commands.cost_sources import on_cluster, on_queues
 from megatron.fold3d.commands.job import left_out, run_of
 from megatron.fold3d.commands.megatron_flags import shape_of
-from megatron.fold3d.commands.plan_source import in_words
+from megatron.fold3d.commands.plan_sizes import in_words
 from megatron.fold3d.config.bucket_flags import has_one_queue
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import has_many_queues

@@ -1,25 +1,10 @@
-"""Plans that a command reads, and the sizes that it reports of any plan."""
+"""The sizes of a plan, as commands report them."""
 
-from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.commands.console import counted
-from megatron.fold3d.plan.files import parse_plan, read_plan
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
-
-
-def plan_from(path: Path) -> Plan:
-    """Return the plan in a file; ``-`` is stdin.
-
-    Raises:
-        PlanError: it holds no plan.
-        OSError: it cannot be read.
-    """
-    if path != Path("-"):
-        return read_plan(path)
-    with open(0, "rb", closefd=False) as stdin:  # sys.stdin is None where a shell closed it
-        return parse_plan(stdin.read())
 
 
 def sizes(plan: Plan) -> dict[str, Any]:
