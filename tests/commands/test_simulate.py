@@ -101,62 +101,52 @@ def embedded(path: Path) -> dict[str, Any]:
     return json.loads(re.search(r'<script id="data".*?>(.*?)</script>', path.read_text())[1])
 
 
-def test_simulate_writes_a_page_whose_sliders_begin_where_it_is(fold3d, tmp_path: Path):
-    page = tmp_path / "page.html"
-    seconds = "--seconds forward=0.5,backward=1.5,p2p=0.1,sum=2"
-    code, _, err = fold3d(f"{SIMULATE} {seconds} --html {page}")
-    assert (code, err) == (0, "")
-    data = embedded(page)
-    assert data["settings"] == {
-        "p": 2,
-        "m": 4,
-        "ns": 2,
-        "transfer": 0.1,
-        "sync": 4.0,
-        "where": "overlap",
-        "ahead": 1,
-        "gaps": False,
-        "first": False,
-        "shown": ["1f1b", "interleaved", "aiao"],
-    }
-    assert (data["backward"], data["forward_us"]) == (3.0, 1e6)
-    assert data["fixed"] is None  # the page simulates just this
-
-    line = "simulate --schedule 1f1b --pp 2 --microbatches 4 --seconds p2p=0.4"
-    code, _, err = fold3d(f"{line} --schedule 1f1b:ahead=2:wgrad=gaps --html {page}")
-    assert (code, err) == (0, "")
-    settings = embedded(page)["settings"]
-    assert (settings["ahead"], settings["gaps"]) == (2, True)
-
-    code, _, err = fold3d(f"{SIMULATE} {seconds} --schedule aiao:step=next --html {page}")
-    assert (code, err) == (0, "")
-    assert embedded(page)["settings"]["where"] == "deferred"
-
-
-def test_what_the_page_cannot_simulate_is_on_it_as_it_is(fold3d, tmp_path: Path):
+def test_the_page_shows_what_the_command_simulates(fold3d, tmp_path: Path):
     page = tmp_path / "page.html"
     line = f"{SIMULATE} --seconds sum=4 --schedule aiao:wgrad=behind@1 --html {page} --json"
     code, out, err = fold3d(line)
     assert (code, err) == (0, "")
-    fixed = embedded(page)["fixed"]
-    assert fixed["title"] == "This command: aiao:wgrad=behind@1"
-    assert 2 * fixed["period"] == json.loads(out)["period_s"]  # two forwards of a rank are 2 s
-    assert "2W:250" in [span["word"] for span in fixed["ranks"][0]]
+    [view] = embedded(page)["views"]
+    assert view["name"] == "simulated"
+    assert view["ends"][-1] == 1e6 * json.loads(out)["makespan_s"]
+    assert "2W:250" in view["ranks"][0]["compute"]["word"]
+    assert fold3d(f"{SIMULATE} --seconds forward=0,backward=0 --html {page}")[0] == 0
+
+
+def test_runs_with_other_flags_stand_beside_it(fold3d, tmp_path: Path):
+    page, svg = tmp_path / "page.html", tmp_path / "a.svg"
+    whole = "--schedule 1f1b --segments 1 --seconds forward=2,backward=4"
+    others = f"--beside '{whole}' --beside '--schedule aiao:step=next'"
+    code, out, err = fold3d(f"{SIMULATE} --seconds sum=4 {others} --html {page} --svg {svg}")
+    assert (code, err) == (0, "")
+    assert out == fold3d(f"{SIMULATE} --seconds sum=4")[1]
+    views = embedded(page)["views"]
+    names = ["A aiao", "B 1f1b", "C aiao:step=next"]
+    assert [view["name"] for view in views] == names
+    assert ["2F0" in view["ranks"][0]["compute"]["word"] for view in views] == [True, False, True]
+    assert [view["ranks"][0]["compute"]["end"][0] for view in views] == [1e6, 2e6, 1e6]
+    assert all(f">{name}</text>" in svg.read_text() for name in names)
 
 
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ("--seconds forward=0", "forwards take no time, and the page counts in forwards; "),
-        ("--microbatches 5001", "20004 forwards; a browser simulates up to 20000 "),
+        ("", "--beside '--pp 4' shows several runs in a picture; give --html FILE or "),
+        ("--html a.html", "--beside '--pp 4': --pp 4 beside 2 ranks: "),
+        ("--html a.html --beside '--schedule auto'", "--beside '--schedule auto': "),
+        ("--html a.html --beside '--segment 1'", "did you mean --segments?"),
+        ("--html a.html --beside '--seconds f=1'", "--beside '--seconds f=1': argument --seconds"),
     ],
 )
-def test_a_page_that_no_browser_can_simulate_is_refused(fold3d, tmp_path, options, found):
-    page = tmp_path / "page.html"
-    code, out, err = fold3d(f"{SIMULATE} {options} --html {page}")
+def test_runs_that_cannot_stand_beside_it_are_refused(
+    fold3d, options, found, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    others = options if "--beside" in options else f"{options} --beside '--pp 4'"
+    code, out, err = fold3d(f"{SIMULATE} {others}")
     assert (code, out) == (2, "")
-    assert f"--html {page}: {found}" in err
-    assert not page.exists()
+    assert found in err
+    assert not [*tmp_path.iterdir()]
 
 
 NESTED = '{"forward_s":' * 50_000

@@ -5,18 +5,17 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
-from itertools import chain, pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from string import ascii_uppercase
 from typing import Any
 
 from megatron.fold3d.commands import exposure_table
-from megatron.fold3d.commands.console import OK, complain, write
+from megatron.fold3d.commands.console import OK, complain, lettered, write
 from megatron.fold3d.commands.pictures import NO_PICTURE, plot_losses
 from megatron.fold3d.observe.breakdown import Breakdown, seconds_of, shown_columns
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.observe.report.draw import Pipeline, draw
+from megatron.fold3d.observe.report.draw import draw_side_by_side
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.runs import (
     Comparison,
@@ -30,7 +29,6 @@ from megatron.fold3d.observe.training_log import Spread
 
 EXAMPLE = "fold3d compare runs/default runs/tuned runs/auto --html comparison.html"
 
-_A_LITTLE_MORE = 1.02
 _SPEEDS = {
     "samples_per_s": "samples/s",
     "tflops_per_gpu": "model TFLOP/s per GPU",
@@ -102,8 +100,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
         and len({of_path[-1] for of_path in parts}) == 1
     ):
         parts = [of_path[:-1] for of_path in parts]
-    letters = chain(ascii_uppercase, map("".join, product(ascii_uppercase, repeat=2)))
-    return [f"{letter} {of_path[-1]}" for letter, of_path in zip(letters, parts, strict=False)]
+    return lettered(of_path[-1] for of_path in parts)
 
 
 def _compared(runs: Sequence[Run]) -> Comparison | None:
@@ -253,16 +250,8 @@ def _losses_svg(runs: Sequence[Run]) -> bytes:
 
 
 def timelines_svg(runs: Sequence[Run], compared: Comparison | None) -> str:
-    """Draw all for the time of one steady iteration of the slowest run, and a little more."""
-    views = _views(runs, "--timelines")
-    shown_s = _A_LITTLE_MORE * max(view.row.iteration.total_s for view in views)
-    pipelines = []
-    for view in views:
-        ends_s = view.timeline.ends_s
-        start_s = ends_s[0] if len(ends_s) > 1 else 0.0  # steady behind the first iteration
-        shown = view.timeline.between(start_s, start_s + shown_s)
-        pipelines.append(Pipeline(view.name, _caption(view.row.iteration), shown))
-    return draw(pipelines, title=_title(compared), until_s=shown_s)
+    """Draw the pipelines of all runs on one time axis."""
+    return draw_side_by_side(_title(compared), _views(runs, "--timelines"))
 
 
 def timelines_page(runs: Sequence[Run], compared: Comparison | None) -> str:
@@ -285,16 +274,6 @@ def _views(runs: Sequence[Run], flag: str) -> list[View]:
         for run in runs
         if run.timeline and run.row
     ]
-
-
-def _caption(row: Exposure) -> str:
-    shares = (
-        ("bubble", row.bubble_s),
-        ("exposed DP.sync", row.grad_sync_s),
-        ("exposed PP.sync", row.p2p_s),
-    )
-    of_it = (f"{what} {row.share(seconds):.0%}" for what, seconds in shares)
-    return " · ".join((f"{row.total_s * 1e3:.0f} ms per iteration", *of_it))
 
 
 def _as_json(runs: Sequence[Run], compared: Comparison | None) -> dict[str, Any]:

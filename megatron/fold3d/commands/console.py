@@ -4,6 +4,8 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from itertools import chain, product
+from string import ascii_uppercase
 from time import monotonic
 from typing import Self
 
@@ -22,6 +24,12 @@ def counted(number: int, things: str) -> str:
     """Return ``1 rank`` or ``2 ranks``."""
     one = things.removesuffix("es" if things.endswith("ches") else "s")
     return f"{number} {one if number == 1 else things}"
+
+
+def lettered(names: Iterable[str]) -> list[str]:
+    """Return names with a letter before each, which tells apart those that are equal."""
+    letters = chain(ascii_uppercase, map("".join, product(ascii_uppercase, repeat=2)))
+    return [f"{letter} {name}" for letter, name in zip(letters, names, strict=False)]
 
 
 def complain(message: str) -> None:

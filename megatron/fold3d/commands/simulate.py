@@ -1,9 +1,11 @@
 """``fold3d simulate``: predict how long a training takes and where its time goes."""
 
 import json
-from argparse import ArgumentParser, Namespace
-from dataclasses import replace
+import shlex
+from argparse import ArgumentError, ArgumentParser, Namespace
+from copy import copy
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.fold3d.commands import auto_tries
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
@@ -18,17 +20,14 @@ from megatron.fold3d.commands.cost_sources import (
 from megatron.fold3d.commands.job import config_of, left_out, run_of
 from megatron.fold3d.commands.megatron_flags import Described, add_training_flags, given_training
 from megatron.fold3d.commands.plan_sizes import in_words
-from megatron.fold3d.commands.simulate_report import Report, judge_memory
+from megatron.fold3d.commands.simulate_report import Report, judge_memory, page_of, picture_of
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.observe.report.draw import Pipeline, caption_of, draw
-from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.device_queues import CONNECTIONS
 from megatron.fold3d.plan.files import read_plan
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.cost_model.cluster import Cluster
-from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.settled import PredictedRun
 
 EXAMPLE = "fold3d simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
@@ -42,7 +41,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--html",
         type=Path,
-        help="write a page that simulates schedules side by side, with sliders that begin here",
+        help="write a page for the browser: the diagram to zoom into, and where the time goes",
+    )
+    parser.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="FLAGS",
+        help="with --svg or --html: also show the run with these flags, added or changed, "
+        "such as '--schedule 1f1b --segments 1'; may be given several times",
     )
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
     parser.add_argument(
@@ -65,10 +72,39 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_training_flags(parser)
 
 
+class _Asked(NamedTuple):
+    """A run that was asked for, before anything is simulated."""
+
+    said: Described
+    hardware: Cluster | None
+    config: Fold3DConfig
+    run: PredictedRun
+
+
 def run(args: Namespace) -> int:
     """Print what is predicted; returns the exit code."""
     _check_options(args)
-    said = given_training(args)
+    asked = _asked(args, given_training(args))
+    try:
+        _check_plan(asked.config)
+    except PlanError as error:
+        complain(str(error))
+        return REJECTED
+    if asked.config.choice.order == AUTO:
+        write(_what_auto_would_try(args, asked.run, asked.config))
+        return OK
+    report = _report(asked)
+    reports = [report, *(_beside(args, flags, report) for flags in args.beside)]
+    if args.svg:
+        args.svg.write_text(picture_of(reports), encoding="utf-8")
+    if args.html:
+        args.html.write_text(page_of(reports), encoding="utf-8")
+    write(json.dumps(report.as_json()) + "\n" if args.json else "\n".join(report.lines()) + "\n")
+    return judge_memory(report)
+
+
+def _asked(args: Namespace, said: Described) -> _Asked:
+    """Return the run that flags describe, with the costs that the options say."""
     hardware = None if args.cluster is None else named_cluster(args, said.model())
     if said.shape is not None and not any((args.cluster, args.costs, args.seconds)):
         raise ValueError(
@@ -77,43 +113,65 @@ def run(args: Namespace) -> int:
         )
     said.args.cuda_device_max_connections = _connections(args, said.args, hardware)
     config = config_of(said, hardware)
-    if config.plan_file is not None:
-        try:
-            verify(read_plan(config.plan_file))  # a generated schedule is known to run
-        except PlanError as error:
-            complain(f"{config.plan_file}: {error}")
-            return REJECTED
     costs = in_numbers(args) if hardware is None else on_cluster(said.model(), hardware)
     shape = said.shape if hardware else None
     costs = on_queues(costs, args.cuda_connections, args.grad_sync_launches)
     its = run_of(said.args, config, costs, shape, hardware)
     _check_costs(its, said)
-    if config.choice.order == AUTO:
-        write(_what_auto_would_try(args, its, config))
-        return OK
+    return _Asked(said, hardware, config, its)
+
+
+def _check_plan(config: Fold3DConfig) -> None:
+    """Prove that the user's plan can run; a generated schedule is known to.
+
+    Raises:
+        PlanError: it cannot; the message begins with the file.
+    """
+    if config.plan_file is not None:
+        try:
+            verify(read_plan(config.plan_file))
+        except PlanError as error:
+            raise PlanError(f"{config.plan_file}: {error}") from None
+
+
+def _report(asked: _Asked) -> Report:
+    """Settle what is open in a run, and simulate it."""
+    said, its = asked.said, asked.run
     its, order = its.settled()
     found = its.simulated(order)
-    name = _name(its, config, said)
-    if args.svg:
-        drawn = Pipeline("", caption_of(found.plan, found.timeline), found.timeline)
-        args.svg.write_text(draw([drawn], title=name), encoding="utf-8")
-    if args.html:
-        from megatron.fold3d.commands.playground_page import playground_page
-
-        is_plain = hardware is None and _is_plain(args, its.candidate)
-        page = playground_page(args.html, name, its, found, is_plain=is_plain)
-        args.html.write_text(page, encoding="utf-8")
-    report = Report(
-        name=name,
+    return Report(
+        name=_name(its, asked.config, said),
         run=its,
         found=found,
         peaks=its.peaks(found),
-        cluster=hardware,
+        cluster=asked.hardware,
         left_out=tuple(left_out(said.args)),
         layers=its.candidate.layers if said.args.layers is not None else None,
     )
-    write(json.dumps(report.as_json()) + "\n" if args.json else "\n".join(report.lines()) + "\n")
-    return judge_memory(report)
+
+
+def _beside(args: Namespace, flags: str, first: Report) -> Report:
+    """Simulate the run with other flags, which add to the first one's or replace them.
+
+    Raises:
+        ValueError: it cannot be simulated, or shown beside the first.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_arguments(parser)
+    typed, words = args.words
+    try:
+        other, others_typed = parser.parse_known_args(shlex.split(flags), copy(args))
+        other.words = (*typed, *others_typed), words
+        _check_options(other)
+        asked = _asked(other, given_training(other))
+        _check_plan(asked.config)
+        if asked.config.choice.order == AUTO:
+            raise ValueError("--schedule auto is several schedules; name one")
+        if (ranks := asked.config.num_ranks) != (shown := first.found.plan.num_ranks):
+            raise ValueError(f"--pp {ranks} beside {shown} ranks: a picture has one number of them")
+        return _report(asked)
+    except (ValueError, ArgumentError) as error:
+        raise ValueError(f"--beside {flags!r}: {error}") from None
 
 
 def _check_options(args: Namespace) -> None:
@@ -122,6 +180,11 @@ def _check_options(args: Namespace) -> None:
     Raises:
         ValueError: found, rule and fix.
     """
+    if args.beside and not (args.svg or args.html):
+        raise ValueError(
+            f"--beside {args.beside[0]!r} shows several runs in a picture; give --html FILE or "
+            "--svg FILE, or drop it"
+        )
     launches = args.grad_sync_launches
     if launches is not None and args.cuda_connections is None:
         raise ValueError(
@@ -221,21 +284,3 @@ def _name(its: PredictedRun, config: Fold3DConfig, said: Described) -> str:
         if counts and is_given:
             name += f" {flag} {','.join(map(str, counts))}"
     return name
-
-
-def _is_plain(args: Namespace, candidate: Candidate) -> bool:
-    """Return True if the page simulates just what the command does."""
-    c = candidate
-    plain = Candidate(
-        choice=Choice.plain(c.schedule, c.num_segments),
-        setup=replace(c.setup, microbatch_size=1),
-        num_ranks=c.num_ranks,
-        num_microbatches=c.num_microbatches,
-        sums_last=c.sums_last,
-        reduces_early=c.reduces_early,
-    )
-    seconds = {"forward_s", "backward_s", "p2p_s", "grad_sync_s"}
-    queues = args.cuda_connections is not None
-    return (
-        c == plain and args.costs is None and {*dict(args.seconds or ())} <= seconds and not queues
-    )

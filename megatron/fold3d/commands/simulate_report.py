@@ -1,4 +1,4 @@
-"""How ``fold3d simulate`` shows a simulated plan: as text, and as one JSON object."""
+"""How ``fold3d simulate`` shows simulated plans: as text, as JSON, as a picture and as a page."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -6,13 +6,15 @@ from shutil import get_terminal_size
 from typing import Any
 
 from megatron.fold3d.commands import exposure_table
-from megatron.fold3d.commands.console import OK, REJECTED, complain
+from megatron.fold3d.commands.console import OK, REJECTED, complain, lettered
 from megatron.fold3d.commands.plan_sizes import in_words, sizes
 from megatron.fold3d.commands.training_flags import layout_of
-from megatron.fold3d.observe.breakdown import Flops, seconds_of, shown_columns
+from megatron.fold3d.observe.breakdown import Breakdown, Flops, seconds_of, shown_columns
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
+from megatron.fold3d.observe.report.draw import Pipeline, caption_of, draw, draw_side_by_side
 from megatron.fold3d.observe.report.grid import to_text
+from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.search.candidate_estimate import flops_of
@@ -112,6 +114,45 @@ class Report:
             "layers": self.layers,
             "left_out": self.left_out,
         }
+
+
+def picture_of(reports: Sequence[Report]) -> str:
+    """Draw a simulated run as an SVG, or several on one time axis."""
+    if len(reports) > 1:
+        return draw_side_by_side(_title(reports), _views(reports))
+    [report] = reports
+    timeline = report.found.timeline
+    drawn = Pipeline("", caption_of(report.found.plan, timeline), timeline)
+    return draw([drawn], title=report.name)
+
+
+def page_of(reports: Sequence[Report]) -> str:
+    """Return the page of simulated runs for the browser; it begins with the first."""
+    captions = [caption_of(report.found.plan, report.found.timeline) for report in reports]
+    if len(reports) > 1:
+        captions = [f"{view.name}: {c}" for view, c in zip(_views(reports), captions, strict=True)]
+    return page(_title(reports), "\n".join(captions), _views(reports))
+
+
+def _title(reports: Sequence[Report]) -> str:
+    first, *others = (report.name for report in reports)
+    return f"{first} beside {', '.join(others)}: simulated" if others else f"{first}: simulated"
+
+
+def _views(reports: Sequence[Report]) -> list[View]:
+    names = lettered([report.name for report in reports]) if len(reports) > 1 else ["simulated"]
+    return [
+        View(
+            name=name,
+            timeline=report.found.timeline,
+            row=Breakdown(
+                of_rank=exposure(report.found.timeline),
+                device_bytes=max(report.peaks, default=None),
+                flops=report.flops,
+            ),
+        )
+        for name, report in zip(names, reports, strict=True)
+    ]
 
 
 def _bound_lines(period_s: float, bounds: Bounds) -> Iterator[str]:

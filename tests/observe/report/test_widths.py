@@ -1,16 +1,14 @@
 """Pages are read in wide and in narrow windows."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from scripts.playground import page
 from tests.browser import CHROMIUM, MISSING, look
 from tests.observe.report.test_page import two_views
 
 FITS = """
-if (typeof view === "undefined") playground.redraw(); else view.draw();
+view.draw();
 const all = (selector) => [...document.querySelectorAll(selector)];
 const outside = (element) => {
   const { left, right, width } = element.getBoundingClientRect();
@@ -29,9 +27,8 @@ return {
 @pytest.mark.processes
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 @pytest.mark.parametrize("width", [1280, 480])
-@pytest.mark.parametrize("make", [two_views, page], ids=["timeline", "playground"])
-def test_a_page_fits_into_its_window(make: Callable[[], str], width: int, tmp_path: Path):
-    seen, console = look(make(), FITS, tmp_path, size=(width, 900))
+def test_a_page_fits_into_its_window(width: int, tmp_path: Path):
+    seen, console = look(two_views(), FITS, tmp_path, size=(width, 900))
     assert console == []
     assert (seen["width"], seen["scrolls"], seen["outside"]) == (width, False, [])
     assert len(seen["painted"]) >= 3

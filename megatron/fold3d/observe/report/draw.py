@@ -9,7 +9,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from math import ceil, floor, log10
 from typing import NamedTuple
 
-from megatron.fold3d.observe.exposure import exposure, mean
+from megatron.fold3d.observe.exposure import Exposure, exposure, mean
+from megatron.fold3d.observe.report.page import View
 from megatron.fold3d.observe.report.palette import HUES, STYLE, css_class, rules, takes_dark_text
 from megatron.fold3d.observe.report.svg import WIDTH, opening, rect, text
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline, queued
@@ -34,6 +35,7 @@ _LEGEND = {
 _OUTLINED = ("waits-sync", "waits-p2p")
 _THIN_LANES = (Lane.GRAD_SYNC, Lane.COPY)
 _MAX_TOOLTIPS = 1500
+_A_LITTLE_MORE = 1.02
 _CHAR = 0.6  # width of a character over the font size
 
 
@@ -98,6 +100,28 @@ def caption_of(plan: Plan, timeline: Timeline) -> str:
         f"peak activations {peak} per rank",
     ]
     return " · ".join(parts)
+
+
+def draw_side_by_side(title: str, views: Sequence[View]) -> str:
+    """Draw runs on one time axis, for a steady iteration of the slowest and a little more."""
+    shown_s = _A_LITTLE_MORE * max(view.row.iteration.total_s for view in views)
+    pipelines = []
+    for view in views:
+        ends_s = view.timeline.ends_s
+        start_s = ends_s[0] if len(ends_s) > 1 else 0.0  # steady behind the first iteration
+        shown = view.timeline.between(start_s, start_s + shown_s)
+        pipelines.append(Pipeline(view.name, _shares(view.row.iteration), shown))
+    return draw(pipelines, title=title, until_s=shown_s)
+
+
+def _shares(row: Exposure) -> str:
+    shares = (
+        ("bubble", row.bubble_s),
+        ("exposed DP.sync", row.grad_sync_s),
+        ("exposed PP.sync", row.p2p_s),
+    )
+    of_it = (f"{what} {row.share(seconds):.0%}" for what, seconds in shares)
+    return " · ".join((f"{row.total_s * 1e3:.0f} ms per iteration", *of_it))
 
 
 class _Box(NamedTuple):

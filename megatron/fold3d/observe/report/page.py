@@ -4,19 +4,21 @@ The page is one file that loads nothing from outside. Python writes the tables a
 scripts in `web` draw the diagram from the spans, which are embedded as columns.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import chain
+from json import JSONEncoder
+from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.observe.breakdown import COLUMNS, Breakdown, seconds_of, shown_columns
 from megatron.fold3d.observe.critical_path import PathStep, critical_path, path_seconds
 from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.observe.report.palette import color, shades, takes_dark_text
-from megatron.fold3d.observe.report.template import one_file
 from megatron.fold3d.observe.timeline import Lane, Timeline, by_row, queued
 from megatron.fold3d.plan.ir import gc_paused
+from megatron.fold3d.plan.ops import for_pages
 
 _SCRIPTS = ("model.js", "canvas.js", "paint.js", "view.js")
 _US = 1e6
@@ -79,7 +81,26 @@ def page(
         "palette": shades(num_segments),
         "views": [_columns(view, path) for view, path in zip(views, paths, strict=True)],
     }
-    return one_file("page.html", parts, data, styles=("style.css",), scripts=_SCRIPTS)
+    return _filled(parts, data)
+
+
+def _filled(parts: Mapping[str, str], data: Mapping[str, Any]) -> str:
+    """Return the page with its ``{{parts}}``, which are HTML, and its style, scripts and data."""
+    to_json = JSONEncoder(separators=(",", ":")).encode
+    parts = {
+        **parts,
+        "style": _read("style.css"),
+        "script": "\n".join((f"const OPS = {to_json(for_pages())};", *map(_read, _SCRIPTS))),
+        # No text of a trace may end the element that it is in, or begin a comment there.
+        "data": to_json(data).replace("<", "\\u003c"),
+    }
+    head, *rest = _read("page.html").split("{{")
+    filled = (parts[name] + text for name, text in (part.split("}}", 1) for part in rest))
+    return head + "".join(filled)
+
+
+def _read(name: str) -> str:
+    return (Path(__file__).parent / "web" / name).read_text(encoding="utf-8")
 
 
 def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:

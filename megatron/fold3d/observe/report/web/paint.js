@@ -105,7 +105,8 @@ class Painter {
       }
       c.font = `${Math.min(12, height + 1)}px ${this.font}`;
       c.fillStyle = this.color.soft;
-      c.fillText(view.name, 62, middle);
+      const fits = c.measureText(view.name).width <= GUTTER - 66;
+      c.fillText(fits ? view.name : view.name.split(" ")[0], 62, middle);
     }
   }
 
