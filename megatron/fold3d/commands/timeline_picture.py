@@ -140,7 +140,8 @@ class _Diagram:
             corners = [corner for box in same for corner in box.corners(look, point)]
             path, paint = Path(corners, rectangle * len(same)), _paint(look, segment, self.segments)
             paint["rasterized"] = len(same) > _MOST_VECTORS
-            axes.add_patch(PathPatch(path, gid=f"{look}-{segment}", **paint))
+            # As add_patch, which would also look for limits, point by point.
+            axes.add_artist(PathPatch(path, gid=f"{look}-{segment}", **paint))
             # 9 and 10 alike: numbers that end in the middle of a row look like an end of the work.
             longest = max(len(box.label) for box in same)
             for left, right, top, bottom, label in same:
