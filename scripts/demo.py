@@ -123,7 +123,7 @@ def main(argv: Sequence[str], job: Job = JOB) -> int:
         return refuse("make demo", error)
     compared = Comparison(runs) if link else None
     picture, page = args.picture or args.output / "timelines.svg", args.output / "demo.html"
-    picture.write_text(compare.timelines_svg(runs, compared), encoding="utf-8")
+    picture.write_bytes(compare.timelines_svg(runs, compared))
     page.write_text(compare.timelines_page(runs, compared), encoding="utf-8")
     print()
     print("\n".join(compare.time_lines(runs)), end="\n\n")

@@ -129,7 +129,7 @@ def test_the_wheel_alone_plans_simulates_and_compares(wheel: Path, version: str,
     for line in (
         "plan --schedule aiao --pp 2 --segments 2 --microbatches 3 --output plan.txt",
         "verify --plan-file plan.txt",
-        "simulate --schedule plan=plan.txt --svg plan.svg --html plan.html",
+        "simulate --schedule plan=plan.txt --html plan.html",
         "search --model 24-2048-16 --cluster h100x8 --global-batch-size 8 --pp 2 --tp 4",
         "trace run",
         "compare run run",

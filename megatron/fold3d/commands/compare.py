@@ -13,9 +13,9 @@ from typing import Any
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, complain, lettered, write
 from megatron.fold3d.commands.pictures import NO_PICTURE, plot_losses
+from megatron.fold3d.commands.timeline_picture import draw
 from megatron.fold3d.observe.breakdown import Breakdown, seconds_of, shown_columns
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.observe.report.draw import draw_side_by_side
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.runs import (
     Comparison,
@@ -79,7 +79,7 @@ def run(args: Namespace) -> int:
     if args.svg:
         args.svg.write_bytes(_losses_svg(runs))
     if args.timelines:
-        args.timelines.write_text(timelines_svg(runs, compared), encoding="utf-8")
+        args.timelines.write_bytes(timelines_svg(runs, compared))
     if args.html:
         args.html.write_text(timelines_page(runs, compared), encoding="utf-8")
     if args.json:
@@ -249,9 +249,9 @@ def _losses_svg(runs: Sequence[Run]) -> bytes:
     return plot_losses("Training loss", {"iteration": steps, f"{unit} of training": scaled})
 
 
-def timelines_svg(runs: Sequence[Run], compared: Comparison | None) -> str:
+def timelines_svg(runs: Sequence[Run], compared: Comparison | None) -> bytes:
     """Draw the pipelines of all runs on one time axis."""
-    return draw_side_by_side(_title(compared), _views(runs, "--timelines"))
+    return draw("--timelines", _title(compared), _views(runs, "--timelines"))
 
 
 def timelines_page(runs: Sequence[Run], compared: Comparison | None) -> str:

@@ -37,8 +37,6 @@ def plot_losses(title: str, panels: Mapping[str, Lines], kind: str = "svg") -> b
         ValueError: matplotlib is not installed.
     """
     picture = figure("--svg", 12, 4.4)
-    from matplotlib import rc_context
-
     picture.suptitle(title, x=0.01, ha="left", weight="bold")
     for axes, (over, lines) in zip(picture.subplots(1, len(panels)), panels.items(), strict=True):
         axes.set(xlabel=over, ylabel="loss")
@@ -49,6 +47,13 @@ def plot_losses(title: str, panels: Mapping[str, Lines], kind: str = "svg") -> b
             x, y = [x for x, _ in points], [y for _, y in points]
             axes.plot(x, y, style, label=name, gid=f"{name} over {over}")
     picture.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    return as_bytes(picture, title, kind)
+
+
+def as_bytes(picture: "Figure", title: str, kind: str = "svg") -> bytes:
+    """Return a picture as a file: equal ones give equal bytes, and the text of an SVG is text."""
+    from matplotlib import rc_context
+
     written = BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
         picture.savefig(written, format=kind, metadata={"Date": None, "Title": title})

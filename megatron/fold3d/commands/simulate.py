@@ -20,7 +20,14 @@ from megatron.fold3d.commands.cost_sources import (
 from megatron.fold3d.commands.job import config_of, left_out, run_of
 from megatron.fold3d.commands.megatron_flags import Described, add_training_flags, given_training
 from megatron.fold3d.commands.plan_sizes import in_words
-from megatron.fold3d.commands.simulate_report import Report, judge_memory, page_of, picture_of
+from megatron.fold3d.commands.simulate_report import (
+    Report,
+    judge_memory,
+    page_of,
+    title_of,
+    views_of,
+)
+from megatron.fold3d.commands.timeline_picture import draw
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.device_queues import CONNECTIONS
 from megatron.fold3d.plan.files import read_plan
@@ -88,7 +95,7 @@ def run(args: Namespace) -> int:
     try:
         _check_plan(asked.config)
     except PlanError as error:
-        complain(str(error))
+        complain(f"{asked.config.plan_file}: {error}")
         return REJECTED
     if asked.config.choice.order == AUTO:
         write(_what_auto_would_try(args, asked.run, asked.config))
@@ -96,7 +103,7 @@ def run(args: Namespace) -> int:
     report = _report(asked)
     reports = [report, *(_beside(args, flags, report) for flags in args.beside)]
     if args.svg:
-        args.svg.write_text(picture_of(reports), encoding="utf-8")
+        args.svg.write_bytes(draw("--svg", title_of(reports), views_of(reports)))
     if args.html:
         args.html.write_text(page_of(reports), encoding="utf-8")
     write(json.dumps(report.as_json()) + "\n" if args.json else "\n".join(report.lines()) + "\n")
@@ -122,16 +129,9 @@ def _asked(args: Namespace, said: Described) -> _Asked:
 
 
 def _check_plan(config: Fold3DConfig) -> None:
-    """Prove that the user's plan can run; a generated schedule is known to.
-
-    Raises:
-        PlanError: it cannot; the message begins with the file.
-    """
+    """Prove that the user's plan can run; a generated schedule is known to."""
     if config.plan_file is not None:
-        try:
-            verify(read_plan(config.plan_file))
-        except PlanError as error:
-            raise PlanError(f"{config.plan_file}: {error}") from None
+        verify(read_plan(config.plan_file))
 
 
 def _report(asked: _Asked) -> Report:

@@ -12,10 +12,10 @@ from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.observe.breakdown import Breakdown, Flops, seconds_of, shown_columns
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
-from megatron.fold3d.observe.report.draw import Pipeline, caption_of, draw, draw_side_by_side
 from megatron.fold3d.observe.report.grid import to_text
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.timeline import Lane, Timeline
+from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.search.candidate_estimate import flops_of
 from megatron.fold3d.predict.search.candidates import RECOMPUTES
@@ -64,7 +64,7 @@ class Report:
         plan, timeline = self.found.plan, self.found.timeline
         row, iterations = mean(exposure(timeline)), len(timeline.iteration_ends_s(0))
         counts = " ".join(map(str, sizes(plan)["peak_activations"]))
-        yield f"{self.name}: {in_words(plan.num_ranks, plan.num_segments, plan.num_microbatches)}"
+        yield f"{self.name}: {_sizes(self)}"
         if self.layers is not None:
             how = f"  {self.run.how}" if self.run.how else ""
             layout = layout_of(self.layers)
@@ -116,30 +116,31 @@ class Report:
         }
 
 
-def picture_of(reports: Sequence[Report]) -> str:
-    """Draw a simulated run as an SVG, or several on one time axis."""
-    if len(reports) > 1:
-        return draw_side_by_side(_title(reports), _views(reports))
-    [report] = reports
-    timeline = report.found.timeline
-    drawn = Pipeline("", caption_of(report.found.plan, timeline), timeline)
-    return draw([drawn], title=report.name)
-
-
 def page_of(reports: Sequence[Report]) -> str:
     """Return the page of simulated runs for the browser; it begins with the first."""
-    captions = [caption_of(report.found.plan, report.found.timeline) for report in reports]
-    if len(reports) > 1:
-        captions = [f"{view.name}: {c}" for view, c in zip(_views(reports), captions, strict=True)]
-    return page(_title(reports), "\n".join(captions), _views(reports))
+    views = views_of(reports)
+    most = (max(peak_activations(report.found.plan)) for report in reports)
+    lines = (
+        f"{view.name}: {_sizes(report)}; at most {held} activations on a rank"
+        for view, report, held in zip(views, reports, most, strict=True)
+    )
+    return page(title_of(reports), "\n".join(lines), views)
 
 
-def _title(reports: Sequence[Report]) -> str:
-    first, *others = (report.name for report in reports)
-    return f"{first} beside {', '.join(others)}: simulated" if others else f"{first}: simulated"
+def title_of(reports: Sequence[Report]) -> str:
+    """Return the title of a page or a picture."""
+    if len(reports) == 1:
+        return f"{reports[0].name}: {_sizes(reports[0])}"
+    return " beside ".join(report.name for report in reports)
 
 
-def _views(reports: Sequence[Report]) -> list[View]:
+def _sizes(report: Report) -> str:
+    plan = report.found.plan
+    return in_words(plan.num_ranks, plan.num_segments, plan.num_microbatches)
+
+
+def views_of(reports: Sequence[Report]) -> list[View]:
+    """Return runs as a page or a picture shows them; each of several has a letter."""
     names = lettered([report.name for report in reports]) if len(reports) > 1 else ["simulated"]
     return [
         View(

@@ -19,31 +19,18 @@ HUES = {
 
 _LIGHTEST = 0.80
 
-STYLE = """
-.page{fill:#fff}.row{fill:#e9edf2}.thin{fill:#f4f6f8}.line{stroke:#cfd5de}
-.ink{fill:#1b2330}.soft{fill:#566173}.end{stroke:#566173}
-.update{fill:#939dab}.waits-sync,.waits-p2p{fill:none;stroke-width:1.5}
-.waits-sync{stroke:#6a38b2}.waits-p2p{stroke:#c72e69}
-@media (prefers-color-scheme:dark){
-.page{fill:#11161e}.row{fill:#27303d}.thin{fill:#1a212b}.line{stroke:#343e4d}
-.ink{fill:#eef2f7}.soft{fill:#a6b1c1}.end{stroke:#a6b1c1}
-.update{fill:#7d899a}.waits-sync{stroke:#b794ee}.waits-p2p{stroke:#f088b0}}
-text{font-family:Inter,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif}
-.n{text-anchor:middle;pointer-events:none}.on-light{fill:#14202f}.on-dark{fill:#fff}
-"""
-
-
-def css_class(kind: str, segment: int) -> str:
-    """Return the CSS class of a kind of work in a segment."""
-    return f"{kind}-{segment}"
-
-
-def rules(kind: str, num_segments: int, scope: str) -> str:
-    """Return the CSS rules of a kind of work in elements of the class ``scope``."""
-    return "".join(
-        f".{scope} .{css_class(kind, segment)}{{fill:{color(kind, segment, num_segments)}}}"
-        for segment in range(num_segments)
-    )
+PLAIN = {
+    "page": "#fff",
+    "row": "#e9edf2",
+    "thin": "#f4f6f8",
+    "line": "#cfd5de",
+    "ink": "#1b2330",
+    "soft": "#566173",
+    "update": "#939dab",
+    "waits-sync": "#6a38b2",
+    "waits-p2p": "#c72e69",
+}
+"""What has one color, on a light page."""
 
 
 def shades(num_segments: int) -> dict[str, list[str]]:

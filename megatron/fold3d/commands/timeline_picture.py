@@ -1,0 +1,227 @@
+"""Draw timelines as pipeline diagrams (paper Fig. 4): an SVG, by matplotlib.
+
+A row per rank shows forwards and backwards as boxes with their micro-batch, in a hue per direction
+and a shade per segment. DP.sync and copies are in thin lanes below. Waits for DP.sync or sends are
+outlines in the color of what is waited for. Where the background shows, the rank is idle.
+"""
+
+from collections import defaultdict
+from collections.abc import Container, Sequence
+from math import ceil
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron.fold3d.commands.pictures import as_bytes, figure
+from megatron.fold3d.observe.exposure import Exposure
+from megatron.fold3d.observe.report.page import View
+from megatron.fold3d.observe.report.palette import HUES, PLAIN, color, takes_dark_text
+from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
+from megatron.fold3d.plan.ops import P2P_OPS, PART_OPS, TABLE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LEGEND = {
+    "forward": "forward",
+    "recompute": "recomputation",
+    "backward": "backward",
+    "weight": "weight gradient",
+    "sync": "DP.sync",
+    "copy": "host copy",
+    "waits-sync": "waits for DP.sync",
+    "waits-p2p": "waits for sends",
+    "update": "optimizer",
+    "row": "bubble",
+}
+"""What spans are drawn as: a kind of work, which has shades, or one of `PLAIN`. And their names."""
+_THIN_LANES = (Lane.GRAD_SYNC, Lane.COPY)
+_DRAWN = (*BUSY_LANES, *_THIN_LANES)
+_MOST_VECTORS = 1_000  # boxes of a color; more of them are pixels
+_OUTLINED = ("waits-sync", "waits-p2p")
+_UNITS = ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)  # of which the first reads well
+_A_LITTLE_MORE = 1.02
+# In points.
+_WIDTH, _LEFT, _ACROSS = 864.0, 56.0, 788.0
+_NAME, _BELOW = 32.0, 62.0  # the line above a diagram, and what is below the last
+_THIN = 8.5  # the most of a thin lane
+_CHAR, _BOLD_CHAR = 0.57, 0.66  # width of a character over the font size
+
+
+def draw(asked: str, title: str, views: Sequence[View]) -> bytes:
+    """Return the SVG of a run or, of several, one above the other on one time axis.
+
+    Several are shown for a steady iteration of the slowest and a little more.
+
+    Args:
+        asked: the option that asks for it.
+        title: the title, in bold above them.
+        views: simulated or measured runs; the name of one that is alone is not shown.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    shown, end_s = [view.timeline for view in views], None
+    if len(views) > 1:
+        end_s = _A_LITTLE_MORE * max(view.row.iteration.total_s for view in views)
+        starts_s = [(0.0, *timeline.ends_s)[len(timeline.ends_s) > 1] for timeline in shown]
+        shown = [t.between(s, s + end_s) for t, s in zip(shown, starts_s, strict=True)]
+    diagrams = [*map(_Diagram, shown)]
+    end_s = end_s or diagrams[0].last_s
+    unit, unit_s = next((u for u in _UNITS if end_s >= u[1]), ("s", 1.0))
+    height = _NAME + sum(_NAME + diagram.height for diagram in diagrams) + _BELOW
+    picture, looks, top = figure(asked, _WIDTH / 72, height / 72), set[str](), _NAME
+    picture.set_layout_engine("none")
+    size = min(14.0, 0.96 * _WIDTH / len(title) / _BOLD_CHAR)
+    picture.text(0.02, 1 - 27 / height, title, size=size, weight="bold", color=PLAIN["ink"])
+    for view, diagram in zip(views, diagrams, strict=True):
+        top += _NAME + diagram.height
+        place = (_LEFT / _WIDTH, 1 - top / height, _ACROSS / _WIDTH, diagram.height / height)
+        axes = picture.add_axes(place, frameon=False)
+        axes.set(xlim=(0, end_s / unit_s or 1.0), ylim=(diagram.height, 0))
+        axes.set_title(_caption(view.row.iteration), loc="right", size=12, color=PLAIN["soft"])
+        if len(views) > 1:
+            axes.set_title(view.name, loc="left", x=-0.05, size=13, weight="bold")
+        axes.tick_params(length=0, labelsize=10, labelcolor=PLAIN["soft"], labelbottom=False)
+        looks |= diagram.fill(axes, unit_s)
+    axes.tick_params(labelbottom=True)  # the last one's
+    axes.set_xlabel(f"time [{unit}]", size=10, color=PLAIN["soft"])
+    _add_legend(picture, looks, max(diagram.segments for diagram in diagrams))
+    return as_bytes(picture, title)
+
+
+def _caption(row: Exposure) -> str:
+    exposed = (("DP.sync", row.grad_sync_s), ("PP.sync", row.p2p_s), ("copies", row.copy_s))
+    parts = [
+        f"{row.total_s * 1e3:.0f} ms per iteration",
+        f"bubble {row.share(row.bubble_s):.1%}",
+        *(f"exposed {what} {row.share(s):.1%}" for what, s in exposed if s > 0),
+    ]
+    return " · ".join(parts)
+
+
+class _Diagram:
+    """One timeline: how high its lanes are, in points, and what is in them."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline, self.segments = timeline, timeline.num_segments
+        drawn = [span for spans in timeline.ranks for span in spans if span.lane in _DRAWN]
+        self.last_s = max((span.end_s for span in drawn), default=0.0)  # no bubble after it
+        used, ranks = {span.lane for span in drawn}, max(1, timeline.num_ranks)
+        row = min(22.0, max(3.0, 375 / ranks))
+        self.rows: list[tuple[Container[Lane], float]] = [(BUSY_LANES, row)]
+        self.rows += [({lane}, min(8.5, row / 2.5)) for lane in _THIN_LANES if lane in used]
+        self.space = min(1.5, row / 8)
+        self.pitch = sum(height + self.space for _, height in self.rows) + min(8.0, row / 3)
+        self.height = ranks * self.pitch
+
+    def fill(self, axes: "Axes", unit_s: float) -> set[str]:
+        """Draw it, a path for all boxes of a color; returns what there is, for the legend."""
+        from matplotlib.patches import PathPatch
+        from matplotlib.path import Path
+
+        tops = [rank * self.pitch for rank in range(self.timeline.num_ranks)]
+        shown = range(0, len(tops), ceil(10 / self.pitch))  # names that do not touch each other
+        middles = [tops[rank] + self.rows[0][1] / 2 for rank in shown]
+        axes.set_yticks(middles, [f"rank {rank}" for rank in shown])
+        boxes = defaultdict[tuple[str, int], list[_Box]](list)
+        for lanes, height in self.rows:
+            background = PLAIN["row" if lanes is BUSY_LANES else "thin"]
+            last = self.last_s / unit_s
+            axes.barh(tops, last, height, align="edge", color=background, zorder=0)
+            for spans, top in zip(self.timeline.ranks, tops, strict=True):
+                for span in queued(span for span in spans if span.lane in lanes):
+                    times = span.start_s / unit_s, span.end_s / unit_s
+                    look, segment, label = _meaning(span, self.timeline.num_ranks)
+                    boxes[look, segment].append(_Box(*times, top, top + height, label))
+            tops = [top + height + self.space for top in tops]
+        rectangle = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
+        point = axes.get_xlim()[1] / _ACROSS
+        for (look, segment), same in boxes.items():
+            corners = [corner for box in same for corner in box.corners(look, point)]
+            path, paint = Path(corners, rectangle * len(same)), _paint(look, segment, self.segments)
+            paint["rasterized"] = len(same) > _MOST_VECTORS
+            # As add_patch, which would also look for limits, point by point.
+            axes.add_artist(PathPatch(path, gid=f"{look}-{segment}", **paint))
+            # 9 and 10 alike: numbers that end in the middle of a row look like an end of the work.
+            longest = max(len(box.label) for box in same)
+            for left, right, top, bottom, label in same:
+                size = 6 if bottom - top <= _THIN else 8
+                room = (right - left) / point - 2
+                if label and size < bottom - top and longest * size * _CHAR < room:
+                    is_dark = takes_dark_text(look, segment, self.segments)
+                    ink = PLAIN["ink" if is_dark else "page"]
+                    place = (left + right) / 2, (top + bottom) / 2
+                    axes.text(
+                        *place, label, size=size, color=ink, ha="center", va="center_baseline"
+                    )
+        for end_s in self.timeline.ends_s:
+            axes.axvline(end_s / unit_s, ls="--", lw=0.7, color=PLAIN["soft"])
+        axes.grid(axis="x", color=PLAIN["line"], lw=0.7)
+        axes.set_axisbelow(True)
+        return {"row", *(look for look, _ in boxes)}
+
+
+class _Box(NamedTuple):
+    """A rectangle in the units of the axes, and the words in it."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    label: str
+
+    def corners(self, look: str, point: float) -> list[tuple[float, float]]:
+        """Return the corners; boxes are a little apart, and an outline lies inside of its own."""
+        width = self.right - self.left
+        x, y = (0.9, 0.6) if look in _OUTLINED else (0.33 * (width > 3 * point), 0.0)
+        x = min(x * point, width / 2)
+        left, right, top, bottom = self.left + x, self.right - x, self.top + y, self.bottom - y
+        return [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
+
+
+def _meaning(span: Span, num_ranks: int) -> tuple[str, int, str]:
+    """Return what a span is drawn as, a key of `_LEGEND`, its segment, and the words in it."""
+    action = span.action
+    if span.lane is Lane.OPTIMIZER or action is None:
+        return "row" if action is None else "update", 0, ""
+    if span.lane is Lane.WAIT:
+        return "waits-p2p" if action.op in P2P_OPS else "waits-sync", 0, ""
+    look, segment = TABLE[action.op].kind, action.stage // num_ranks
+    if action.microbatch is not None and action.op not in PART_OPS:
+        return look, segment, str(action.microbatch)
+    return look, segment, f"DP.sync {segment}" if look == "sync" else ""
+
+
+def _paint(look: str, segment: int, segments: int) -> dict[str, Any]:
+    """Return how a patch is painted: waiting is an outline, all else a fill."""
+    if look in _OUTLINED:
+        return {"facecolor": "none", "edgecolor": PLAIN[look], "lw": 1.1}
+    fill = color(look, segment, segments) if look in HUES else PLAIN[look]
+    return {"facecolor": fill, "edgecolor": "none"}
+
+
+def _add_legend(picture: "Figure", looks: Container[str], segments: int) -> None:
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    entries = {
+        name: [Patch(**_paint(look, s, segments)) for s in range(segments if look in HUES else 1)]
+        for look, name in _LEGEND.items()
+        if look in looks
+    }
+    if segments > 1:
+        entries["lighter to darker: first to last segment"] = [Patch(alpha=0)]
+    picture.legend(
+        handles=[*map(tuple, entries.values())],
+        labels=[*entries],
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        loc="lower left",
+        bbox_to_anchor=(_LEFT / _WIDTH, 8 / 72 / picture.get_figheight()),
+        ncols=len(entries) if len(entries) < 7 else ceil(len(entries) / 2),
+        frameon=False,
+        fontsize=9,
+        labelcolor=PLAIN["ink"],
+        borderpad=0,
+        borderaxespad=0,
+        columnspacing=1.6,
+    )
