@@ -37,6 +37,7 @@ class OlderGroup:
 
 def test_a_group_that_has_the_older_names_alone_is_called_by_them():
     whole, share = torch.empty(4), torch.empty(2)
-    paired = SimpleNamespace(group=OlderGroup(), _start=lambda call, *given: call(*given))
-    assert PairedGroup._allgather_base(paired, whole, share) == "gathered 2 into 4"
-    assert PairedGroup._reduce_scatter_base(paired, share, whole) == "reduced 4 into 2"
+    group: Any = OlderGroup()
+    paired: Any = SimpleNamespace(_start=lambda name, *given: method_of(group, name)(*given))
+    assert PairedGroup._allgather_base(paired, whole, share, None) == "gathered 2 into 4"
+    assert PairedGroup._reduce_scatter_base(paired, share, whole, None) == "reduced 4 into 2"
