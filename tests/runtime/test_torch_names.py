@@ -8,6 +8,7 @@ import torch
 
 from megatron.fold3d.runtime.preemption.preemptive_group import PreemptiveGroup
 from megatron.fold3d.runtime.tensor_parallel.paired_group import PairedGroup
+from megatron.fold3d.runtime.torch_names import method_of
 
 SINGLE = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
 COALESCED = {
