@@ -139,6 +139,7 @@ def test_what_is_not_said_is_an_assumption():
         "assumed: a vocabulary of 51200",
         "assumed: fp8 and fp4 compute as fast as 16 bits",
         "assumed: the search chooses sizes anew, instead of --tensor-model-parallel-size 2",
+        "assumed: --num-layers is there several times",
     ]
 
 

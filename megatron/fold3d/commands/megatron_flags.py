@@ -278,6 +278,9 @@ def _assumed(args: Namespace, words: Sequence[str]) -> Iterator[str]:
     )
     if own := [flag_of(name) for name in uneven if getattr(args, name)]:
         yield f"the search divides the layers itself, instead of {' and '.join(own)}"
+    for name in _ALONE:
+        if len({*_values(words, name)}) > 1:
+            yield f"{name} is there several times; the last counts"
     shared = {
         "context_parallel_size": 1,
         "expert_model_parallel_size": 1,
