@@ -30,26 +30,18 @@ from megatron.fold3d.predict.simulator.link import Link
 
 
 def predictions(
-    times: MeasuredTimes,
-    *,
-    order: Plan,
-    features: Features,
-    free: Mapping[str, Sequence[str]],
-    shards: bool = False,
-    **asked: Any,
+    *, order: Plan, features: Features, shards: bool = False, **question: Any
 ) -> Predictions:
     """Return what is predicted for a run.
 
     Args:
-        times: as in `measured_search`, like the others.
-        order: as there.
-        features: as there.
-        free: as there.
+        order: as in `measured_search`.
+        features: likewise.
         shards: whether the distributed optimizer is predicted too.
-        asked: more for `measured_search`.
+        question: the other arguments of `measured_search`.
     """
-    search = partial(measured_search, times, order=order, **asked)
-    found = search(features=features, free=free)
+    search = partial(measured_search, order=order, **question)
+    found = search(features=features)
     # What memory has no room for is not tried: a first choice that fills gaps then fills none.
     has_room = found.first.seconds < inf
     first = found.first if has_room else replace(found.first, order=order)
