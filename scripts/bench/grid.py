@@ -111,9 +111,9 @@ LAYOUTS = (
 _FORWARD_MS, _BACKWARD_MS = 12, 24  # of a layer: four ranks on two cores keep this pace
 _QUEUE_BYTES = 8 * OFFLOAD_BYTES  # of a link: where it is shorter, messages beside DP.sync get lost
 _WARM_UP = 3  # iterations that are not timed
-# The same for flags that are `auto`: a search takes two cores' ranks up to five iterations. Then
-# shares hold from the 6th, replicated segments from the 8th, what --schedule auto chose from the
-# 10th and orders from the 4th.
+# The same for flags that are `auto`. Shares hold from the 6th, replicated segments from the 8th,
+# what --schedule auto chose from the 10th and orders from the 4th, each after up to five more in
+# which the search runs beside the ranks.
 _MEASURES_ITSELF = {"-auto-": 12, "-replicate": 13, "chosen-": 15}
 _CHOOSES_ITS_ORDER = 9
 

@@ -109,7 +109,7 @@ class _Diagram:
         used, ranks = {span.lane for span in drawn}, max(1, timeline.num_ranks)
         row = min(22.0, max(3.0, 375 / ranks))
         self.rows: list[tuple[Container[Lane], float]] = [(BUSY_LANES, row)]
-        self.rows += [({lane}, min(8.5, row / 2.5)) for lane in _THIN_LANES if lane in used]
+        self.rows += [({lane}, min(_THIN, row / 2.5)) for lane in _THIN_LANES if lane in used]
         self.space = min(1.5, row / 8)
         self.pitch = sum(height + self.space for _, height in self.rows) + min(8.0, row / 3)
         self.height = ranks * self.pitch
