@@ -10,8 +10,7 @@ if (($#)); then
     exec .venv/bin/python -m pytest "$@"
 fi
 failed=0
-# In the order of tests/conftest.py; xdist's own has the files of the fewest tests last, however long.
-.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" || failed=1
+.venv/bin/python -m pytest -q -n 2 --dist loadfile -m "not alone" || failed=1
 mapfile -t measuring < <(grep -rl --include="test_*.py" "mark\.alone" tests)
 .venv/bin/python -m pytest -q -m alone "${measuring[@]}" || failed=1
 exit $failed

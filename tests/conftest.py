@@ -25,7 +25,6 @@ hypothesis.settings.load_profile("no deadline")
 STARTS_PROCESSES = ("gloo", "processes")
 STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.system", "tests.run_distributed")
 _must_start_none = False
-TAKES_LONG = (*STARTS_PROCESSES, "search", "slow")
 
 
 def _refuse_processes(event: str, args: tuple[object, ...]) -> None:
@@ -66,12 +65,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("takes long: make stress runs it")
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU, and torch sees none")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that take longest first, so that both workers are busy to the end."""
-    long = {item.path for item in items if any(map(item.get_closest_marker, TAKES_LONG))}
-    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope="session", autouse=True)
