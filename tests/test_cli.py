@@ -53,7 +53,6 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
             "plan --schedule afab:group=4 --pp 2 --microbatches 2",
             "group=4 with --schedule afab: only interleaved has groups; drop it",
         ),
-        (f"{AIAO} --output /nowhere/plan.txt", "/nowhere/plan.txt: No such file or directory"),
         ("serch", "no command 'serch'; did you mean search?"),
         ("frobnicate", "no command 'frobnicate'; it is one of plan, verify, simulate, search"),
         ("plan --schedule aiao --pp 2 --microbatches 2 --segmnts 2", "did you mean --segments?"),

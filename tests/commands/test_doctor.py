@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.fold3d.commands import doctor as command
-from megatron.fold3d.commands.doctor import cluster_toml, order_of_ranks
+from megatron.fold3d.commands.doctor import cluster_toml
 from megatron.fold3d.commands.installation import Finding, installation
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.runtime.measure.link_speeds import pairs
@@ -127,19 +127,6 @@ def test_the_apex_of_pypi_is_told_from_nvidias(tmp_path: Path, monkeypatch):
     assert "training then runs with --no-gradient-accumulation-fusion" in found("apex").found
     (tmp_path / "fused_weight_gradient_mlp_cuda.py").touch()
     assert found("apex").verdict == "ok"
-
-
-@pytest.mark.parametrize(
-    ("enabled", "tuning", "verdict"),
-    [("0", "1", "ok"), ("1", "0", "ok"), ("1", "1", "note"), ("1", "", "note")],
-)
-def test_tuned_multiplications_are_a_note_while_they_are_timed(
-    monkeypatch, enabled: str, tuning: str, verdict: str
-):
-    monkeypatch.setenv("PYTORCH_TUNABLEOP_ENABLED", enabled)
-    monkeypatch.setenv("PYTORCH_TUNABLEOP_TUNING", tuning)
-    tuned = found("matmul tuning")
-    assert (tuned.verdict, "TUNING=0" in tuned.fix) == (verdict, verdict == "note")
 
 
 def test_large_jobs_measure_a_ring_and_small_ones_every_pair():
@@ -276,17 +263,3 @@ def test_a_torch_that_no_test_runs_with_is_named(monkeypatch, version: str, is_t
 )
 def test_settings_of_launches_are_judged(setting, verdict):
     assert connections(setting).verdict == verdict
-
-
-def test_the_order_of_ranks_is_a_note_where_links_inside_a_node_are_faster():
-    def link(source: int, target: int, bytes_per_s: float) -> dict[str, float]:
-        return {"source": source, "target": target, "bytes_per_s": bytes_per_s}
-
-    inside, between = [link(0, 1, 3e9), link(2, 3, 3e9)], [link(0, 2, 1e9), link(1, 3, 1e9)]
-    found = order_of_ranks([*inside, *between], 2)
-    assert found is not None
-    assert (found.what, found.verdict) == ("order of ranks", "note")
-    assert "3.0 times as fast" in found.found
-    assert "--use-tp-pp-dp-mapping" in found.found
-    assert order_of_ranks(inside, 2) is None
-    assert order_of_ranks([*inside, link(0, 2, 2.9e9)], 2) is None

@@ -51,8 +51,10 @@ def test_the_page_names_the_context_parallel_rank_where_there_are_several(fold3d
     assert "replica 0, tensor-parallel rank 0, context-parallel rank 1;" in page.read_text()
 
 
-def test_a_model_and_a_peak_give_throughput_and_utilisation(fold3d, folder: Path):
-    line = f"trace {folder} --model 12-1024-16-512 --micro-batch-size 4 --peak-tflops 312"
+def test_a_peak_gives_utilisation(fold3d, tmp_path: Path):
+    shape = model_shape("12-1024-16-512")
+    write_traces(tmp_path, flops=4 * 3 * sum(shape.stage_flops(1)))
+    line = f"trace {tmp_path} --peak-tflops 312"
     _, out, _ = fold3d(line)
     told = r"per GPU +\d+\.\d TFLOP/s of the model, \d+\.\d computed, \d+\.\d% of peak"
     assert re.search(told, out)
@@ -60,17 +62,6 @@ def test_a_model_and_a_peak_give_throughput_and_utilisation(fold3d, folder: Path
     measured = json.loads(out)["measured"]
     assert measured["utilisation"] == pytest.approx(measured["flops_per_gpu_s"] / 312e12)
     assert measured["device_bytes"] == 3 << 30
-
-
-def test_a_trace_tells_the_model_and_the_batch_by_itself(fold3d, tmp_path: Path):
-    shape = model_shape("12-1024-16-512")
-    write_traces(tmp_path, flops=4 * 3 * sum(shape.stage_flops(1)))
-    line = f"trace {tmp_path} --peak-tflops 312 --json"
-    told, given = (
-        json.loads(fold3d(f"{line} {model}")[1])["measured"]["utilisation"]
-        for model in ("", f"--model {shape.name} --micro-batch-size 4")
-    )
-    assert told == given > 0
 
 
 def test_a_run_without_a_gpu_has_no_flops_of_one(fold3d, tmp_path: Path):
@@ -138,11 +129,9 @@ def test_files_go_where_they_are_wanted(fold3d, folder: Path, tmp_path: Path):
     [
         ("--pipeline 1", "found no pipeline 1; the last one is 0"),
         ("--pipeline -1", "--pipeline -1: the first is 0"),
-        ("--model gpt3-18b --peak-tflops inf", "--peak-tflops inf: it is above zero"),
+        ("--peak-tflops inf", "--peak-tflops inf: it is above zero"),
         ("--costs {}/two.json", "two.json: found 2 numbers in forward_s; a plan of 4 stages"),
-        ("--peak-tflops 312", "--peak-tflops 312.0 without --model"),
-        ("--model gpt9", "unknown model 'gpt9'"),
-        ("--model gpt3-18b --micro-batch-size 0", "--micro-batch-size 0: it is above zero"),
+        ("--peak-tflops 312", "--peak-tflops 312.0: the trace has no GPU, or a model whose FLOPs"),
         ("--html /nowhere/a.html", "/nowhere/a.html: No such file or directory"),
     ],
 )

@@ -19,7 +19,9 @@ def test_verify_accepts_what_plan_writes(
     path = tmp_path / "plan"
     segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else 2
     line = f"plan --schedule {schedule} --pp 3 --segments {segments} --microbatches 4"
-    assert fold3d(f"{line} {compute_only} {form} --output {path}") == (0, "", "")
+    code, text, err = fold3d(f"{line} {compute_only} {form}")
+    assert (code, err) == (0, "")
+    path.write_text(text)
     code, out, err = fold3d(f"verify --plan-file {path}")
     assert (code, err) == (0, "")
     counted = f"{segments} segment{'s' * (segments > 1)}"
@@ -28,7 +30,7 @@ def test_verify_accepts_what_plan_writes(
 
 def test_verify_sums_a_plan_up_in_one_line(fold3d, tmp_path: Path):
     path = tmp_path / "plan.txt"
-    fold3d(f"{AIAO} --output {path}")
+    path.write_text(fold3d(AIAO)[1])
     _, out, _ = fold3d(f"verify --plan-file {path}")
     assert out == (
         "2 ranks, 2 segments, 3 micro-batches, 68 actions, peak activations per rank: 6 4\n"

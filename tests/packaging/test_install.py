@@ -126,8 +126,10 @@ def test_the_wheel_alone_plans_simulates_and_compares(wheel: Path, version: str,
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q"]
     run(*pip, "--no-index", wheel, cwd=tmp_path)  # with its requirements: there is none
     write_traces(tmp_path / "run")
+    plan = "plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
+    command = python.with_name("fold3d")
+    (tmp_path / "plan.txt").write_text(run(command, *plan.split(), cwd=tmp_path))
     for line in (
-        "plan --schedule aiao --pp 2 --segments 2 --microbatches 3 --output plan.txt",
         "verify --plan-file plan.txt",
         "simulate --schedule plan=plan.txt --html plan.html",
         "search --model 24-2048-16 --cluster h100x8 --global-batch-size 8 --pp 2 --tp 4",
@@ -135,7 +137,7 @@ def test_the_wheel_alone_plans_simulates_and_compares(wheel: Path, version: str,
         "compare run run",
         "doctor",
     ):
-        run(python.with_name("fold3d"), *line.split(), cwd=tmp_path)
+        run(command, *line.split(), cwd=tmp_path)
 
 
 def test_what_is_tested_is_what_is_allowed():

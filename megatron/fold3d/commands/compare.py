@@ -121,10 +121,6 @@ def _lines(runs: Sequence[Run], compared: Comparison | None) -> Iterator[str]:
         yield from speed_lines(compared)
         yield ""
         yield loss_line(runs)
-        if (reached := _reached(runs)) is not None:
-            loss, times_s = reached
-            after = (f"{s:.4g} s by {run.name}" for run, s in zip(runs, times_s, strict=True))
-            yield f"loss {loss:.4g} was reached after {', '.join(after)}"
     else:
         logless = _all_of([run.name for run in runs if not run.iterations])
         yield (
@@ -175,17 +171,6 @@ def loss_line(runs: Sequence[Run]) -> str:
         f"{told}; first apart in iteration {agreement.first_difference}, by "
         f"{agreement.largest:.1e} of it at most"
     )
-
-
-def _reached(runs: Sequence[Run]) -> tuple[float, tuple[float, ...]] | None:
-    """The lowest loss that all runs reached, and when each did."""
-    curves = [run.loss_over_time() for run in runs]
-    if not all(curves):
-        return None
-    loss = max(min(loss for _, loss in curve) for curve in curves)
-    first = (next((s for s, found in curve if found <= loss), None) for curve in curves)
-    times_s = tuple(s for s in first if s is not None)
-    return (loss, times_s) if len(times_s) == len(runs) else None
 
 
 def time_lines(runs: Sequence[Run]) -> Iterator[str]:
@@ -277,7 +262,6 @@ def _views(runs: Sequence[Run], flag: str) -> list[View]:
 
 
 def _as_json(runs: Sequence[Run], compared: Comparison | None) -> dict[str, Any]:
-    reached = _reached(runs)
     return {
         "verdict": compared.verdict if compared else None,
         "ratio": asdict(compared.ratio) if compared else None,
@@ -295,5 +279,4 @@ def _as_json(runs: Sequence[Run], compared: Comparison | None) -> dict[str, Any]
             for run in runs
         ],
         "losses": asdict(compare_losses(runs)),
-        "reached": {"loss": reached[0], "seconds": reached[1]} if reached else None,
     }

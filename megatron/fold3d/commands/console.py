@@ -7,7 +7,6 @@ from difflib import get_close_matches
 from itertools import chain, product
 from string import ascii_uppercase
 from time import monotonic
-from typing import Self
 
 OK, REJECTED = 0, 1
 
@@ -55,46 +54,22 @@ def _nearest(word: str, choices: Sequence[str]) -> Sequence[str]:
 
 
 class Progress:
-    """A counter on stderr for what takes longer than two seconds.
-
-    On a terminal it rewrites one line and leaves none; into a file it adds a line now and then, and
-    a last one.
+    """A line on stderr every few seconds: how many are done of what takes longer than that.
 
     Args:
         what: the word for what is counted, a participle.
-        rest: why the count ends before what there is at most.
     """
 
-    DELAY_S, TERMINAL_S, FILE_S = 2.0, 0.2, 10.0
+    EVERY_S = 5.0
 
-    def __init__(self, what: str, rest: str) -> None:
-        self._what, self._rest = what, rest
-        self._done = 0
-        self._rewrites = sys.stderr is not None and sys.stderr.isatty()
-        self._start_s = monotonic()
-        self._next_s = self._start_s + self.DELAY_S
-        self._shown = False
+    def __init__(self, what: str) -> None:
+        self._what, self._start_s = what, monotonic()
+        self._next_s = self._start_s + self.EVERY_S
 
     def __call__(self, done: int, most: int) -> None:
-        """Show how many are done of those that there are now, and when these will be."""
-        now_s, self._done = monotonic(), done
-        if now_s < self._next_s:
+        """Tell how many are done of those that there are now, and when these will be."""
+        if (now_s := monotonic()) < self._next_s:
             return
         left_s = (now_s - self._start_s) / max(1, done) * (most - done)
-        line = f"{self._what}: {done} of about {most}, about {left_s:.0f} s left"
-        self._next_s = now_s + (self.TERMINAL_S if self._rewrites else self.FILE_S)
-        self._shown = True
-        show = self._rewrite if self._rewrites else complain
-        show(line)
-
-    def _rewrite(self, line: str) -> None:
-        print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)  # noqa: T201
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._shown and self._rewrites:
-            self._rewrite("")
-        elif self._shown and kind is None:
-            complain(f"{self._what}: {self._done}, done; {self._rest}")
+        complain(f"{self._what}: {done} of about {most}, about {left_s:.0f} s left")
+        self._next_s = now_s + self.EVERY_S

@@ -22,7 +22,6 @@ _PROBE_S = 600.0
 _NEEDED = ("torch", "megatron-core", "namespace")  # without these there is nothing to probe
 _PLANS = "training"  # found absent, there is the planner alone
 _WIDTH = len("transformer-engine")
-_WORTH_AN_ORDER = 1.5  # how much faster links inside a node are, for the order of ranks to matter
 _SLOW_LINK = 4.0  # times as slow as the median link
 
 
@@ -60,9 +59,6 @@ def run(args: Namespace) -> int:
             complain("... imports torch and Megatron and applies the patches: some ten seconds")
         probed, links, machine = _probe(measures=file is not None)
         tell(probed)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if (order := order_of_ranks(links, here)) is not None:
-            tell([order])
     if file is not None and machine and speaks:
         file.write_text(cluster_toml(file.stem, machine, links), encoding="utf-8")
         tell([Finding("cluster", "ok", f"measured, and written to {file}")])
@@ -132,24 +128,6 @@ def cluster_toml(name: str, machine: Mapping[str, Any], links: Sequence[Mapping[
         notes.append("There is one rank per node: intra_bytes_per_s is the rate between nodes.")
     lines = [*(f"# {note}" for note in notes), f"name = {json.dumps(name)}"]
     return "\n".join([*lines, *(f"{field} = {value}" for field, value in fields.items()), ""])
-
-
-def order_of_ranks(links: Sequence[Mapping[str, Any]], per_node: int) -> Finding | None:
-    """Tell what the order of ranks decides; None where all links are about as fast.
-
-    Args:
-        links: between ranks, measured one at a time.
-        per_node: ranks of a node.
-    """
-    inside, between = _usual(links, per_node, "bytes_per_s")
-    if inside is None or between is None or inside < _WORTH_AN_ORDER * between:
-        return None
-    found = (
-        f"links inside a node are {inside / between:.1f} times as fast as between nodes: DP.sync "
-        "has them first, PP.sync with --use-tp-pp-dp-mapping"
-    )
-    fix = "`fold3d search --cluster FILE` tries both orders; write FILE with --write-cluster"
-    return Finding("order of ranks", "note", found, fix)
 
 
 def _usual(links: Sequence[Mapping[str, Any]], per_node: int, what: str) -> Sequence[float | None]:

@@ -58,7 +58,6 @@ def installation() -> Iterator[Finding]:
     yield Finding("apex", *_apex())
     yield Finding("namespace", *_namespace())
     yield Finding("shared memory", *_shared_memory())
-    yield Finding("matmul tuning", *_matrix_multiplications())
     if settings := sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("NCCL_")):
         yield Finding("NCCL settings", "note", ", ".join(settings))
 
@@ -139,16 +138,3 @@ def _shared_memory() -> _Told:
             "start the container with --shm-size=8g, or --ipc=host",
         )
     return "ok", found
-
-
-def _matrix_multiplications() -> _Told:
-    """Tell whether torch's TunableOp times the kernels of matrix multiplications."""
-    if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") != "1":
-        return "ok", "off; PYTORCH_TUNABLEOP_ENABLED=1 picks the fastest kernels"
-    if os.environ.get("PYTORCH_TUNABLEOP_TUNING") == "0":
-        return "ok", "TunableOp uses the kernels in its result files"
-    return (
-        "note",
-        "TunableOp times kernels, so two runs may differ in the last digits",
-        "tune in one run; set PYTORCH_TUNABLEOP_TUNING=0 in those that you compare",
-    )

@@ -2,7 +2,6 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from megatron.fold3d.commands.console import OK, write
 from megatron.fold3d.commands.cost_sources import add_number_options, in_numbers
@@ -23,7 +22,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--format", choices=("text", "csv"), default="text")
     form.add_argument("--json", action="store_true", help="sizes, peak activations and programs")
-    parser.add_argument("--output", type=Path, help="write here, not to stdout")
     add_number_options(parser)  # for what is `auto`
     add_training_flags(parser)
 
@@ -47,11 +45,7 @@ def run(args: Namespace) -> int:
     if args.json:
         programs = list(plan.programs_as_words())
         found = {"schedule": config.choice.order, **sizes(plan), "programs": programs}
-        text = json.dumps(found) + "\n"
+        write(json.dumps(found) + "\n")
     else:
-        text = plan.to_csv() if args.format == "csv" else plan.to_text()
-    if args.output:
-        args.output.write_text(text, encoding="utf-8")
-    else:
-        write(text)
+        write(plan.to_csv() if args.format == "csv" else plan.to_text())
     return OK

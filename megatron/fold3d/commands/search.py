@@ -75,16 +75,15 @@ def run(args: Namespace) -> int:
             "--assume delay-weight-grads: the weight gradients of experts are not split from "
             "their backward; drop it"
         )
-    with Progress("simulated", "no other can be faster") as progress:
-        found = search(
-            shape,
-            cluster,
-            global_batch_size=batch,
-            top=args.top,
-            given=described.given(),
-            assumed=args.assume,
-            progress=progress,
-        )
+    found = search(
+        shape,
+        cluster,
+        global_batch_size=batch,
+        top=args.top,
+        given=described.given(),
+        assumed=args.assume,
+        progress=Progress("simulated"),
+    )
     if args.plot is not None:
         plot(found, args.plot)
     if args.json:

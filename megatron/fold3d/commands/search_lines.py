@@ -1,7 +1,6 @@
 """What ``fold3d search`` prints: rows, what the gain rests on, the verdict, flags."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -37,13 +36,6 @@ def lines_of(
     yield f"efficiency of layers: {source_of(cluster)}"
     if any(choice.candidate.offload for choice in found.best):
         yield "+offload: no GPU has timed it; rows have it where no recomputation makes AIAO fit"
-    if found.undelayed is not None:
-        gain = found.undelayed.iteration_s / found.best[0].iteration_s - 1
-        yield (
-            f"{found.best[0].candidate.name}: delaying weight gradients gains {gain:.1%}; "
-            "no GPU has timed it"
-        )
-    yield from _bought(found)
     yield from _in_16_bits(found)
     cases = gains(found, shape, cluster)
     yield from _assumptions(found, cases)
@@ -218,39 +210,6 @@ def _in_16_bits(found: Search) -> Iterator[str]:
     else:
         yield "  micro-batches add up in 16 bits too, which loses small gradients; memory has no"
         yield f"  room for {LOCAL_FP32} all"
-
-
-def _bought(found: Search) -> Iterator[str]:
-    """Say what the memory of shards is spent on."""
-    best = found.best[0]
-    if best.candidate.shards == "off":
-        return
-    flag = f"--shard-segments {best.candidate.shards}"
-    if found.unsharded is None:
-        yield f"{flag}: no other plan of ours fits into memory"
-        return
-    gain = found.unsharded.iteration_s / best.iteration_s - 1
-    changes = [
-        f"{name} {after} in place of {before}"
-        for (name, before), (_, after) in zip(
-            _sizes_of(found.unsharded), _sizes_of(best), strict=True
-        )
-        if before != after
-    ]
-    bought = ", ".join(changes) or "room for its activations"
-    yield f"{flag} gains {gain:.1%} over the best that keeps all whole; it buys {bought}"
-
-
-def _sizes_of(choice: JudgedCandidate) -> tuple[tuple[str, object], ...]:
-    c, setup = choice.candidate, choice.candidate.setup
-    return (
-        ("--micro-batch-size", setup.microbatch_size),
-        ("--recompute", setup.recompute),
-        ("--tp", setup.tensor_parallel),
-        ("--pp", c.num_ranks),
-        ("--segments", c.num_segments),
-        ("the schedule", replace(c, shards="off").name),
-    )
 
 
 def _assumptions(found: Search, cases: Sequence[Case]) -> Iterator[str]:

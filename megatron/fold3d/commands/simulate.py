@@ -185,16 +185,12 @@ def _check_options(args: Namespace) -> None:
             f"--beside {args.beside[0]!r} shows several runs in a picture; give --html FILE or "
             "--svg FILE, or drop it"
         )
-    launches = args.grad_sync_launches
-    if launches is not None and args.cuda_connections is None:
+    if (launches := args.grad_sync_launches) is None:
+        return
+    if args.cuda_connections is None or not 1 <= launches <= _MOST_LAUNCHES:
         raise ValueError(
-            f"--grad-sync-launches {launches} without --cuda-connections: where every stream has a "
-            "queue a launch holds up nothing; give --cuda-connections 1, or drop it"
-        )
-    if launches is not None and not 1 <= launches <= _MOST_LAUNCHES:
-        raise ValueError(
-            f"--grad-sync-launches {launches}: a model chunk's DP.sync is at least one collective "
-            f"and {_MOST_LAUNCHES} at most"
+            f"--grad-sync-launches {launches}: it is 1 to {_MOST_LAUNCHES} collectives of a model "
+            "chunk's DP.sync, which hold up others in shared queues; give --cuda-connections 1 too"
         )
 
 

@@ -1,7 +1,7 @@
 """How ``fold3d simulate`` shows simulated plans: as text, as JSON, as a picture and as a page."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any
 
@@ -11,14 +11,12 @@ from megatron.fold3d.commands.plan_sizes import in_words, sizes
 from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.observe.breakdown import Breakdown, Flops, seconds_of, shown_columns
 from megatron.fold3d.observe.exposure import exposure, mean
-from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.observe.report.grid import to_text
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.search.candidate_estimate import flops_of
-from megatron.fold3d.predict.search.candidates import RECOMPUTES
 from megatron.fold3d.predict.search.judge import Simulated
 from megatron.fold3d.predict.search.settled import PredictedRun
 from megatron.fold3d.predict.simulator.lower_bound import Bounds
@@ -186,17 +184,6 @@ def judge_memory(report: Report) -> int:
         return OK
     complain(
         f"rank {peaks.index(max(peaks))} needs {max(peaks) / 2**30:.1f} GiB, a GPU of "
-        f"{cluster.name} has {limit / 2**30:.1f} to use; {_nearest_fit(report, limit)}"
+        f"{cluster.name} has {limit / 2**30:.1f} to use; `fold3d search` finds sizes that fit"
     )
     return REJECTED
-
-
-def _nearest_fit(report: Report, limit: float) -> str:
-    """Return what would make a run fit that exceeds the GPUs' memory."""
-    c = replace(report.run.candidate, recompute_layers=())
-    for recompute in RECOMPUTES[1:]:
-        known = report.run.estimate(replace(c, setup=replace(c.setup, recompute=recompute)))
-        ranks = memory(report.found.timeline, known.footprint)
-        if max(rank.device_peak for rank in ranks) <= limit:
-            return f"--recompute {recompute} fits"
-    return "no --recompute makes it fit; `fold3d search` finds the splits that do"

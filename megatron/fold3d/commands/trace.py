@@ -24,8 +24,6 @@ from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.observe.trace_files import CLOCKS, RankTrace, pipeline, read_ranks
 from megatron.fold3d.observe.trace_timeline import to_timeline
 from megatron.fold3d.plan.ir import Plan, PlanError, carried
-from megatron.fold3d.predict.cost_model.model_shape import model_shape
-from megatron.fold3d.predict.cost_model.training_flops import training_flops
 from megatron.fold3d.predict.simulator.link import sends_stock_waits_for
 from megatron.fold3d.predict.simulator.replay import (
     as_synced,
@@ -52,14 +50,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="simulate with these and not with what was measured",
     )
     parser.add_argument("--json", action="store_true", help="the table as one JSON object")
-    speed = parser.add_argument_group("TFLOP/s")
-    speed.add_argument(
-        "--model",
-        metavar="NAME",
-        help="as for `fold3d simulate` (default: what the run's flags said)",
+    parser.add_argument(
+        "--peak-tflops", type=float, metavar="T", help="of one GPU, for utilisation"
     )
-    speed.add_argument("--micro-batch-size", type=int, help="sequences (default: 1)")
-    speed.add_argument("--peak-tflops", type=float, metavar="T", help="of one GPU, for utilisation")
 
 
 def run(args: Namespace) -> int:
@@ -92,35 +85,23 @@ def run(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
-    if (size := args.micro_batch_size) is not None and args.model is None:
-        raise ValueError(
-            f"--micro-batch-size {size} without --model: FLOPs are a model's; give --model"
-        )
-    for flag, value in (
-        ("--micro-batch-size", args.micro_batch_size),
-        ("--peak-tflops", args.peak_tflops),
-    ):
-        if value is not None and not 0 < value < inf:
-            raise ValueError(f"{flag} {value}: it is above zero")
+    if (peak := args.peak_tflops) is not None and not 0 < peak < inf:
+        raise ValueError(f"--peak-tflops {peak}: it is above zero")
     if args.pipeline < 0:
         raise ValueError(f"--pipeline {args.pipeline}: the first is 0")
 
 
 def _measured(timeline: Timeline, ranks: Sequence[RankTrace], args: Namespace) -> Breakdown:
     """Return the row of the measured pipeline."""
-    peak, model_flops = args.peak_tflops, 0.0
-    if args.model is not None:
-        each = training_flops(model_shape(args.model), "none").model
-        model_flops = each * (args.micro_batch_size or 1)
-    elif peak is not None:
-        model_flops = ranks[0].microbatch_flops
-        if not model_flops:
-            raise ValueError(
-                f"--peak-tflops {peak} without --model: this trace does not tell the "
-                "model's FLOPs; give --model"
-            )
-    row = measured(ranks, timeline, model_flops)
-    return replace(row, utilisation=row.flops.model / (peak * 1e12)) if peak and row.flops else row
+    row, peak = measured(ranks, timeline), args.peak_tflops
+    if peak is None:
+        return row
+    if row.flops is None:
+        raise ValueError(
+            f"--peak-tflops {peak}: the trace has no GPU, or a model whose FLOPs are not known; "
+            "drop it"
+        )
+    return replace(row, utilisation=row.flops.model / (peak * 1e12))
 
 
 def _simulated(timeline: Timeline, chosen: Sequence[RankTrace], costs: Path | None) -> Timeline:

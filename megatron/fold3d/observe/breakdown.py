@@ -72,13 +72,12 @@ class Breakdown:
         return mean(self.of_rank)
 
 
-def measured(ranks: Sequence[RankTrace], timeline: Timeline, model_flops: float = 0.0) -> Breakdown:
+def measured(ranks: Sequence[RankTrace], timeline: Timeline) -> Breakdown:
     """Return the row of a traced pipeline; bytes are the maximum over all ranks of the run.
 
     Args:
         ranks: all that were traced.
         timeline: of the pipeline.
-        model_flops: the model's of one micro-batch; by default as traced, if there are GPUs.
     """
     iterations = [iteration for rank in ranks for iteration in rank.iterations]
     device = [i.gpu_memory_bytes for i in iterations if i.gpu_memory_bytes is not None]
@@ -90,7 +89,7 @@ def measured(ranks: Sequence[RankTrace], timeline: Timeline, model_flops: float 
     # Tensor-parallel ranks of a replica share one micro-batch.
     replicas = 1 + max(rank.dp_rank for rank in ranks)
     per_gpu_s = ranks[0].num_microbatches * replicas / len(ranks) / mean(of_rank).total_s
-    model = model_flops or (ranks[0].microbatch_flops if device else 0.0)
+    model = ranks[0].microbatch_flops if device else 0.0
     flops = Flops(model, model + ranks[0].recomputed_flops).times(per_gpu_s)
     return Breakdown(
         of_rank=of_rank,

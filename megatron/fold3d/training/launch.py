@@ -42,7 +42,6 @@ from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.run_flags import data_problems, run_problems
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.config.spelling import flag_of
-from megatron.fold3d.config.unread_flags import unread_flags
 from megatron.fold3d.observe.breakdown import Flops
 from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.schedule_word import AUTO
@@ -134,8 +133,6 @@ def prepare(
     preset = preset_flags(own.model_preset, family) if own.model_preset else ()
     checks = own.check is not None
     _quiet(device, checks=checks)
-    for warning in unread_flags(argv) if _speaks() else ():
-        sys.stderr.write(f"{_script()}: warning: {warning}\n")
 
     check_version()
     import torch

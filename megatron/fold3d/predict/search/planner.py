@@ -155,8 +155,6 @@ def search(
             best_stock=stock[0] if stock else None,
             considered=len(everything) + len(better),
             too_large=sum(not judge.fits(b) for b in everything),
-            undelayed=judge.undelayed(best[0].candidate),
-            unsharded=judge.unsharded(best[0].candidate, fitting),
             in_16_bits=_in_16_bits(
                 judge, (*best[:_IMPROVED], *stock), fitting, tied=not shape.untied
             ),
@@ -363,19 +361,6 @@ class _Judge:
         if known.cuda_connections != 1 or forwards > _MOST_FORWARDS:
             return None
         return many_queues_s(candidate, known, memory_bytes=self.limit_bytes)
-
-    def undelayed(self, candidate: Candidate) -> JudgedCandidate | None:
-        """Return a candidate without the delayed weight gradients that it has."""
-        if not candidate.choice.splits:
-            return None
-        return self.simulated(self.bounded(candidate.changed(wgrad="backward")))
-
-    def unsharded(self, candidate: Candidate, fitting: Iterable[Bounded]) -> JudgedCandidate | None:
-        """Return the best of ours without shards, if a candidate has any."""
-        if candidate.shards == "off":
-            return None
-        whole = (b for b in fitting if b.candidate.shards == "off")
-        return next(iter(self.fastest(whole, of_stock=False)), None)
 
     def simulated(self, item: Bounded) -> JudgedCandidate:
         """Return what a candidate is judged to be."""

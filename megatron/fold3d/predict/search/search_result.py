@@ -42,11 +42,6 @@ class Search:
     best_stock: JudgedCandidate | None
     considered: int
     too_large: int
-    undelayed: JudgedCandidate | None = None
-    """The best one without delayed weight gradients, if it has them."""
-    unsharded: JudgedCandidate | None = None
-    """The best of ours that keeps parameters and gradients whole, if the best one does not."""
-
     tried: tuple[JudgedCandidate, ...] = ()
     """All that were simulated."""
     in_16_bits: tuple[JudgedCandidate, ...] = ()
