@@ -127,6 +127,7 @@ def search(
             for other in neighbours(choice.candidate, shape.num_layers, assumed)
             if judge.can_place(other)
             and (other.choice.group == choice.candidate.choice.group or judge.has_time_for(other))
+            and not judge.only_placed_otherwise(other, choice.candidate)
         )
         others |= dict.fromkeys(_that_replicate(best[:_IMPROVED], tied=not shape.untied))
         if "recompute-layers" in assumed:
@@ -200,6 +201,11 @@ class _Judge:
         except ValueError:
             return False
         return True
+
+    def only_placed_otherwise(self, candidate: Candidate, other: Candidate) -> bool:
+        """Return True if candidates differ in the order of ranks, which makes no difference."""
+        orders = candidate.setup.order, other.setup.order
+        return orders[0] != orders[1] and self.estimate(candidate) == self.estimate(other)
 
     def has_time_for(self, candidate: Candidate) -> bool:
         """Return False if an iteration is among the longest, and all of it has to be simulated."""
