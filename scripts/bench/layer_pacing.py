@@ -4,13 +4,13 @@ Why: ranks that share a few CPU cores disturb each other, and iteration times sc
 Change: the forward and the backward of a layer each last at least a given time; what the CPU does
     not need is slept. Tensors, gradients and traffic stay real. A layer that is recomputed lasts
     a forward more. Weight gradients that are delayed take as long as a forward, which multiplies
-    the same matrices, and their backward takes that much less. What DDP's hooks wait for inside
-    a layer, the all-gather of its parameters, comes on top, as on a GPU.
+    the same matrices, each its share, and their backward takes that much less. What DDP's hooks
+    wait for inside a layer, the all-gather of its parameters, comes on top, as on a GPU.
 Remove when: every rank of the bench has an accelerator of its own.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -64,9 +64,9 @@ def _sleep_until(moment_s: float) -> None:
 
 def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
     """Make every layer last; the times are those of one micro-batch."""
-    layers: dict[int, list[Any]] = {}  # by stage, those whose weight gradients are delayed
-    split: set[Any] = set()  # all of these
+    split: set[Any] = set()  # layers whose weight gradients are delayed
     waited_s = 0.0  # for parameters, so far
+    owed_s = 0.0  # by the weight gradients of an action
 
     def pace_layer(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -97,19 +97,27 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
     def note_layers(upstream: Callable[..., None]) -> Callable[..., None]:
         def choose(self: Any, chunks: Any) -> None:
             upstream(self, chunks)
-            layers.clear()
-            for stage, chunk in chunks.items():
-                layers[stage] = [m for m in chunk.modules() if isinstance(m, TransformerLayer)]
+            modules = chain.from_iterable(chunk.modules() for chunk in chunks.values())
             split.clear()
-            split.update(chain.from_iterable(layers.values()))
+            split.update(module for module in modules if isinstance(module, TransformerLayer))
 
         return choose
 
+    def note_weight_grads(upstream: Callable[..., None]) -> Callable[..., None]:
+        def add(self: Any, items: Sequence[Any]) -> None:
+            nonlocal owed_s
+            of_all = sum(weight.numel() for weight in self._weights)
+            owed_s += forward_s * len(split) / of_all * sum(item.weight.numel() for item in items)
+            upstream(self, items)
+
+        return add
+
     def pace_weight_grads(upstream: Callable[..., None]) -> Callable[..., None]:
         def compute(self: Any, action: Action) -> None:
-            end_s = time.perf_counter() + forward_s * len(layers[action.stage])
+            nonlocal owed_s
+            start_s, owed_s = time.perf_counter(), 0.0
             upstream(self, action)
-            _sleep_until(end_s)
+            _sleep_until(start_s + owed_s)
 
         return compute
 
@@ -120,5 +128,7 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
         Patch(target=f"{layer}.forward", make=pace_layer),
         Patch(target=f"{ddp}._make_forward_pre_hook", make=note_waits),
         Patch(target=f"{weight_grads}.choose", make=note_layers),
+        Patch(target=f"{weight_grads}._add", make=note_weight_grads),
         Patch(target=f"{weight_grads}.compute", make=pace_weight_grads),
+        Patch(target=f"{weight_grads}.compute_part", make=pace_weight_grads),
     )
