@@ -1,7 +1,7 @@
 """Train a small GPT on slow links three times over, and show what FOLD3D gains.
 
     make demo
-    make demo ARGS="--rounds 5 --picture docs/images/demo.svg"      # the picture of the README
+    make demo ARGS="--picture docs/images/demo.svg"      # the picture of the README
 
 Real Megatron and real TCP: four ranks, two pipelines of two, each rank on a host of its own: a
 network namespace with a slow link. Stock's default, the strongest stock and ``--schedule auto``

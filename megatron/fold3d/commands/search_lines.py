@@ -35,7 +35,8 @@ def lines_of(
     yield f"{found.considered} considered, {found.too_large} too large for memory"
     yield f"efficiency of layers: {source_of(cluster)}"
     if any(choice.candidate.offload for choice in found.best):
-        yield "+offload: no GPU has timed it; rows have it where no recomputation makes AIAO fit"
+        flag = "--offload-activations on"
+        yield f"{flag}: no GPU has timed it; rows have it where no recomputation makes AIAO fit"
     yield from _in_16_bits(found)
     cases = gains(found, shape, cluster)
     yield from _assumptions(found, cases)
