@@ -127,6 +127,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     job.add_argument("--clip-grad", type=float, default=1.0, help="(1.0)")
     job.add_argument("--recompute", action="store_true", help="recompute every layer")
     job.add_argument("--untied", action="store_true", help="untie the word embeddings")
+    job.add_argument("--vocab-size", type=int, default=127, help="Megatron pads it (127)")
     links = parser.add_argument_group("the testbed")
     links.add_argument("--rate", default="200mbit", help="of each link, or unshaped (200mbit)")
     links.add_argument("--delay-ms", type=float, default=0.0, help="one way, on each link (0)")
@@ -232,6 +233,7 @@ def _read(args: argparse.Namespace) -> tuple[Bench, list[Variant]]:
         clip_grad=args.clip_grad,
         recompute=args.recompute,
         untied=args.untied,
+        vocab_size=args.vocab_size,
     )
     rank_flags = [f"--forward-ms={args.forward_ms}", f"--backward-ms={args.backward_ms}"]
     bench = Bench(

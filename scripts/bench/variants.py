@@ -26,6 +26,7 @@ class Job:
     clip_grad: float
     recompute: bool
     untied: bool = False  # word embeddings of their own at both ends
+    vocab_size: int = 127
 
     def __post_init__(self) -> None:
         sizes = {"pp": self.num_ranks, "dp": self.data_parallel, "layers": self.num_layers}
@@ -74,7 +75,7 @@ class Job:
             ),
             "train-iters": self.num_iterations,
             "tokenizer-type": "NullTokenizer",
-            "vocab-size": 127,
+            "vocab-size": self.vocab_size,
             "attention-dropout": 0,
             "hidden-dropout": 0,
             "clip-grad": self.clip_grad,
