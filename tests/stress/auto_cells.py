@@ -86,16 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (args.rates and rate not in args.rates) or not (known or args.every):
             continue
         found = search(rate, flags, segments=4 if args.every else 8)
+        all_ = Descent(found.judge, found.space, most_actions=sys.maxsize)
         if not args.every:
             best = found.best.choice
-            all_ = Descent(found.judge, found.space, most_actions=sys.maxsize)
             least, before = map(all_.price, (best, Choice.parse(known, 8)))
             slower += least > before + DIGIT_S
             print(f"{rate} {flags}: {least:.4f} s: {best}; {before:.4f} s: {known}", flush=True)
             continue
         own = [choice for choice in found.found if not choice.fills_gaps]
         least = min(map(found.price, own))
-        all_ = Descent(found.judge, found.space, most_actions=sys.maxsize)
         prices = {choice: all_.price(choice) for choice in every(found)}
         fastest = min(prices, key=prices.__getitem__)
         slower += prices[fastest] < least * (1 - 1e-9)
