@@ -66,6 +66,7 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
     """Make every layer last; the times are those of one micro-batch."""
     split: set[Any] = set()  # layers whose weight gradients are delayed
     waited_s = 0.0  # for parameters, so far
+    element_s = 0.0  # of a weight's gradient
     owed_s = 0.0  # by the weight gradients of an action
 
     def pace_layer(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,18 +97,20 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
 
     def note_layers(upstream: Callable[..., None]) -> Callable[..., None]:
         def choose(self: Any, chunks: Any) -> None:
+            nonlocal element_s
             upstream(self, chunks)
             modules = chain.from_iterable(chunk.modules() for chunk in chunks.values())
             split.clear()
             split.update(module for module in modules if isinstance(module, TransformerLayer))
+            elements = sum(weight.numel() for weight in self._weights)
+            element_s = forward_s * len(split) / max(1, elements)
 
         return choose
 
     def note_weight_grads(upstream: Callable[..., None]) -> Callable[..., None]:
         def add(self: Any, items: Sequence[Any]) -> None:
             nonlocal owed_s
-            of_all = sum(weight.numel() for weight in self._weights)
-            owed_s += forward_s * len(split) / of_all * sum(item.weight.numel() for item in items)
+            owed_s += element_s * sum(item.weight.numel() for item in items)
             upstream(self, items)
 
         return add
