@@ -201,7 +201,7 @@ def test_the_launcher_reports_the_rank_that_failed_first_and_where(tmp_path: Pat
     ours, cause = output.split("Root Cause (first observed failure):")
     assert re.search(r"rank *: 1 ", cause), output
     assert "RuntimeError: out of memory" in cause, output
-    assert "fold3d: pipeline rank 1 was at 1F1" in cause, output
+    assert "fold3d: rank 1 (pipeline rank 1) was at 1F1" in cause, output
     assert ours.count("RuntimeError: out of memory") == 1, output
 
 
@@ -236,7 +236,7 @@ def test_survivors_of_a_killed_rank_name_the_action_they_were_at() -> None:
 )
 def test_a_hanging_rank_ends_the_job_when_transfers_time_out() -> None:
     argv = [*ROW.command(AIAO), "--distributed-timeout-minutes", "1"]  # the least Megatron takes
-    with pytest.raises(RankError, match=r"\[rank 0\] fold3d: pipeline rank 0 was at") as caught:
+    with pytest.raises(RankError, match=r"\[rank 0\] fold3d: rank 0 \(pipeline rank 0\) was at") as caught:
         run_distributed(_end_in_second_iteration, 2, argv, signal.SIGSTOP)
     assert _places(caught.value, rank=0)
 
@@ -300,7 +300,7 @@ def _end_in_second_iteration(argv: Sequence[str], with_signal: signal.Signals) -
 def _places(error: RankError, rank: int, pipeline_rank: int | None = None) -> list[str]:
     """Return the actions that a rank's error names; its pipeline rank is the same by default."""
     number = rank if pipeline_rank is None else pipeline_rank
-    place = rf"^fold3d: pipeline rank {number} was at (\d+[A-Z_]+\d*)$"
+    place = rf"^fold3d: rank {rank} \(pipeline rank {number}\) was at (\d+[A-Z_]+\d*)$"
     return [
         action
         for failure in error.failures

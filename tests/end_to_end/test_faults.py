@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gloo, pytest.mark.timeout(600)]
 TIMEOUT_S = 60  # the least Megatron takes
 PLAIN = f"--overlap-grad-reduce {BUCKETS}"
 SHARE = f"--overlap-grad-reduce {UNTIED} --schedule aiao:step=next:share=0.5 --clip-grad 0"
-PLACE = re.compile(r"^fold3d: pipeline rank \d was at (.+)$", re.MULTILINE)
+PLACE = re.compile(r"^fold3d: rank \d \(pipeline rank \d\) was at (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

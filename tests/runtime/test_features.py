@@ -149,7 +149,7 @@ def test_a_feature_brings_ops_that_the_executor_has_never_heard_of():
 def test_an_op_that_nothing_handles_is_named():
     with pytest.raises(RankError, match="0OFFLOAD0: nothing that is on in this run") as caught:
         run_distributed(train_without_copies, 1)
-    assert "fold3d: pipeline rank 0 was at 0OFFLOAD0" in str(caught.value)
+    assert "fold3d: rank 0 (pipeline rank 0) was at 0OFFLOAD0" in str(caught.value)
 
 
 def test_an_evaluation_of_nothing_ends_at_once():

@@ -31,12 +31,12 @@ def test_exit_codes_are_those_of_an_interpreter(ends: str, code: int, tmp_path: 
 def test_the_failure_that_caused_the_others_is_named_once_and_last(tmp_path: Path) -> None:
     assert run_distributed(_fail, 3, tmp_path, {1: "out of memory", 0: GONE, 2: GONE}) == [1] * 3
     said = _said(tmp_path, 3)
-    cause = "rank 1: pipeline rank 1 was at 2B1: RuntimeError: out of memory"
+    cause = "rank 1 (pipeline rank 1) was at 2B1: RuntimeError: out of memory"
     assert "Traceback" in said[1]
     assert "Traceback" not in said[0] + said[2]
     assert [text.count(f"error: the first to fail was {cause}") for text in said].count(1) == 1
     for rank in (0, 2):
-        assert said[rank].startswith(f"pretrain_gpt.py: error: rank {rank}: pipeline rank {rank} ")
+        assert said[rank].startswith(f"pretrain_gpt.py: error: rank {rank} (pipeline rank {rank}) ")
         recorded = (tmp_path / f"errors{rank}").read_text()
         assert f"the first to fail was {cause}" in recorded
     assert "2B1" in (tmp_path / "errors1").read_text()
@@ -49,7 +49,7 @@ def test_a_script_that_does_not_leave_through_us_tells_its_failure_alike(tmp_pat
     assert "Traceback" in said[1]
     assert "Traceback" not in said[0]
     last = said[0].splitlines()[-1]
-    cause = "rank 1: pipeline rank 1 was at 2B1: RuntimeError: out of memory"
+    cause = "rank 1 (pipeline rank 1) was at 2B1: RuntimeError: out of memory"
     assert last == f"pretrain_gpt.py: error: the first to fail was {cause}"
     assert f"the first to fail was {cause}" in (tmp_path / "errors0").read_text()
     assert said[1].startswith("closed after RuntimeError\n")  # what was open, before it is told
@@ -74,7 +74,8 @@ def test_the_rank_that_could_not_save_is_named_by_the_one_that_knows(
     """Torch raises on all ranks; of a save, only rank 0 learns which rank it was."""
     assert run_distributed(_fail_to_save, 3, tmp_path, failed) == [1] * 3
     said = _said(tmp_path, 3)
-    word = f"error: the first to fail was rank {failed}: "
+    where = " (pipeline rank 0) was at 2B1" if failed == 0 else ""  # rank 0 knows where it was
+    word = f"error: the first to fail was rank {failed}{where}: "
     assert sum(word in text for text in said) == 1
     (speaker,) = (text for text in said if word in text)
     assert speaker.splitlines()[-1].endswith("CheckpointException: OSError: no space left")
@@ -155,7 +156,7 @@ def _fail_with(
         _wait_for(store, "about to fail", num_failing, counts=1)
         if waits:
             _wait_for(store, waits, 1)
-        error.add_note(f"fold3d: pipeline rank {rank} was at 2B1")
+        error.add_note(f"fold3d: rank {rank} (pipeline rank {rank}) was at 2B1")
         raise error
 
     sys.argv[0] = "pretrain_gpt.py"

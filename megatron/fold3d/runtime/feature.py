@@ -17,6 +17,7 @@ wrappers around the handlers of others. A feature that is off is not in the list
 Keeps one invariant: a feature may change when something happens, never what is computed.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -27,8 +28,6 @@ import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.ops import FORTH
-
-_WAS_AT = "fold3d: pipeline rank"
 
 Handler = Callable[[Action], None]
 Handlers = Mapping[Op, Handler]
@@ -148,8 +147,9 @@ class Feature:
 
 def note_place(error: BaseException, rank: int, place: object) -> None:
     """Add the pipeline rank's place, such as an action, to an error that has no such note yet."""
-    if not any(note.startswith(_WAS_AT) for note in getattr(error, "__notes__", ())):
-        error.add_note(f"{_WAS_AT} {rank} was at {place}")
+    where = f"fold3d: rank {os.environ.get('RANK', '0')} (pipeline rank {rank}) was at "
+    if not any(note.startswith(where) for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{where}{place}")
 
 
 def within(context: Callable[[Action], AbstractContextManager[object]], run: Handler) -> Handler:

@@ -40,7 +40,7 @@ _OF_ANOTHER = re.compile(
     r"rank \d+ (has died|failed)|no end within",
     re.IGNORECASE,
 )
-_PLACE = re.compile(r"fold3d: pipeline rank \d+ was at .+")
+_PLACE = re.compile(r"fold3d: (rank \d+ \(pipeline rank \d+\) was at .+)")
 
 
 def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
@@ -200,8 +200,8 @@ class _Report:
                 names.append(type(cause).__name__)
                 reason = (str(cause).splitlines() or [""])[0]
         notes = getattr(error, "__notes__", ()) if failed == rank else ()
-        places = (note.removeprefix("fold3d: ") for note in notes if _PLACE.fullmatch(note))
-        text = ": ".join(filter(None, (f"rank {failed}", next(places, ""), *names, reason)))
+        places = (place[1] for note in notes if (place := _PLACE.fullmatch(note)))
+        text = ": ".join(filter(None, (next(places, f"rank {failed}"), *names, reason)))
         return cls(rank, text, names_cause, is_cause=names_cause and failed == rank)
 
 
