@@ -271,7 +271,7 @@ def _dp_sync(run: _Run) -> "Iterator[Part]":
 
         features.append(SecondLane(run.timeout))
     if config.measuring_flag:
-        from megatron.fold3d.predict.search.search_process import SearchProcess
+        from megatron.fold3d.training.search_process import SearchProcess
         from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 
         auto = AutoSchedule(config, run.plans, SearchProcess, due=due, replicated=replicated)

@@ -118,9 +118,9 @@ def watch_auto(files: set[str], of_search: set[str]) -> None:
         files: of the run.
         of_search: of the search, which runs in this process here, at once.
     """
-    from megatron.fold3d.predict.search import search_process
     from megatron.fold3d.predict.search.measured_search import predictions
     from megatron.fold3d.runtime.auto_schedule import AutoSchedule
+    from megatron.fold3d.training import search_process
 
     class WatchedSearch(search_process.SearchProcess):
         def __init__(self, **question: Any) -> None:

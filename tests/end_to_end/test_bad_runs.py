@@ -236,7 +236,8 @@ def test_survivors_of_a_killed_rank_name_the_action_they_were_at() -> None:
 )
 def test_a_hanging_rank_ends_the_job_when_transfers_time_out() -> None:
     argv = [*ROW.command(AIAO), "--distributed-timeout-minutes", "1"]  # the least Megatron takes
-    with pytest.raises(RankError, match=r"\[rank 0\] fold3d: rank 0 \(pipeline rank 0\) was at") as caught:
+    where = r"\[rank 0\] fold3d: rank 0 \(pipeline rank 0\) was at"
+    with pytest.raises(RankError, match=where) as caught:
         run_distributed(_end_in_second_iteration, 2, argv, signal.SIGSTOP)
     assert _places(caught.value, rank=0)
 

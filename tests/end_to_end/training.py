@@ -146,7 +146,7 @@ def recorded(main: Callable[[], object]) -> Record:
     from megatron.core.utils import unwrap_model
     from megatron.training import training
 
-    from megatron.fold3d.predict.search import search_process
+    from megatron.fold3d.training import search_process
 
     search_process.SearchProcess = FinishedSearch  # type: ignore[assignment,misc]
     record = Record()

@@ -1,11 +1,5 @@
-"""The search of a run, from its measured times.
+"""The search of a run, from its measured times."""
 
-``python -m megatron.fold3d.predict.search.measured_search`` reads the arguments of `predictions`
-from its standard input and writes what it returns, both pickled: see `SearchProcess`.
-"""
-
-import pickle
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -136,10 +130,3 @@ def measured_search(
     if order.num_ranks == 1 and "wgrad" in free:
         free = {**free, "wgrad": [value for value in free["wgrad"] if value != "gaps"]}
     return Descent(judge, Space(orders=orders, free=free, tied=tied))
-
-
-if __name__ == "__main__":
-    # Under its own name, as the reader has it.
-    from megatron.fold3d.predict.search import measured_search as itself
-
-    pickle.dump(itself.predictions(**pickle.load(sys.stdin.buffer)), sys.stdout.buffer)

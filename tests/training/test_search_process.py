@@ -1,8 +1,11 @@
 """A run's search beside its ranks."""
 
+import multiprocessing
 import time
 from dataclasses import replace
 from math import inf
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes, place_as_if_equal
 from megatron.fold3d.policy.predicted import Predictions
 from megatron.fold3d.predict.search.measured_search import predictions
-from megatron.fold3d.predict.search.search_process import SearchProcess
+from megatron.fold3d.training.search_process import SearchProcess
 from tests.predict.search.test_measured_search import FOUR, GAPS, TIMES
 
 FIRST = Choice.parse("1f1b:wgrad=gaps", 1)
@@ -63,6 +66,27 @@ def test_a_search_can_be_ended():
     search = SearchProcess(**QUESTION)
     search.close()
     assert search._process.returncode == -9
+
+
+@pytest.mark.processes
+def test_a_search_ends_with_its_rank():
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    rank = multiprocessing.get_context("spawn").Process(target=_search_for_long, args=(sender,))
+    rank.start()
+    search = receiver.recv()
+    rank.kill()
+    rank.join()
+    for _ in range(50):
+        if not Path(f"/proc/{search}").exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError("the search goes on")
+
+
+def _search_for_long(sender: Connection) -> None:
+    search = SearchProcess(**QUESTION | {"order": order_of(FIRST, 4, 8192)})
+    sender.send(search._process.pid)
+    time.sleep(60)
 
 
 def test_a_first_choice_that_has_no_room_fills_no_gaps():

@@ -1,6 +1,12 @@
-"""A run's search in a process of its own: ranks go on training, and none of them waits for it."""
+"""A run's search in a process of its own: ranks go on training, and none of them waits for it.
+
+``python -m megatron.fold3d.training.search_process PARENT`` reads the arguments of
+`measured_search.predictions` from its standard input and writes what that returns, both pickled.
+It ends with its parent.
+"""
 
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -9,10 +15,12 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from megatron.fold3d.policy.predicted import Predicted, Predictions
+from megatron.fold3d.predict.search.measured_search import predictions
+from megatron.fold3d.training.leaving import end_with_parent
 
 logger = logging.getLogger(__name__)
 
-_MODULE = "megatron.fold3d.predict.search.measured_search"
+_MODULE = "megatron.fold3d.training.search_process"
 
 
 class SearchProcess:
@@ -29,7 +37,7 @@ class SearchProcess:
         with TemporaryFile() as file:
             pickle.dump(question, file)
             file.seek(0)
-            command = [sys.executable, "-m", _MODULE]
+            command = [sys.executable, "-m", _MODULE, str(os.getpid())]
             self._process = subprocess.Popen(command, stdin=file, stdout=self._answer)
 
     def answer(self) -> Predictions | None:
@@ -49,3 +57,8 @@ class SearchProcess:
         self._process.kill()
         self._process.wait()
         self._answer.close()
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[1]))
+    pickle.dump(predictions(**pickle.load(sys.stdin.buffer)), sys.stdout.buffer)
