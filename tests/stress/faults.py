@@ -85,6 +85,9 @@ FEATURES: Mapping[str, Features] = {
     "pairs": Features(
         "--tensor-model-parallel-size 2 --global-batch-size 4 --schedule afab:pairs=on"
     ),
+    "auto": Features(
+        "--pipeline-model-parallel-size 2 --segments 2 --global-batch-size 4 --schedule auto"
+    ),
     "replicas": Features(
         f"{PIPELINE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
         "--preemptive-comm",
@@ -333,7 +336,7 @@ def _by_torchrun(case: Case, folder: Path, flags: str) -> tuple[dict[int, int], 
 def _rank(case: Case, folder: Path, flags: str) -> None:
     """Run the script on this rank as a launcher does, with the fault armed."""
     import pretrain_gpt
-    from megatron.fold3d.training import leaving
+    from megatron.fold3d.training import leaving, search_process
 
     rank, fault = int(os.environ["RANK"]), CONDITIONS[case.fault]
     if case.launcher == "torchrun":
@@ -364,17 +367,19 @@ def _rank(case: Case, folder: Path, flags: str) -> None:
     if _saved(folder):
         command += " --load FOLDER/saved"
 
+    search = search_process.SearchProcess
+
+    def train(argv: Sequence[str]) -> None:
+        search_process.SearchProcess = search  # type: ignore[misc]  # a process here, too
+        if code := pretrain_gpt.main(argv):
+            sys.exit(code)
+
     def main(argv: Sequence[str]) -> int:
-        record = recorded(lambda: _succeed(pretrain_gpt.main(argv)))
+        record = recorded(lambda: train(argv))
         (folder / f"record{rank}").write_text(json.dumps(asdict(record)))
         return 0
 
     leaving.run(main, shlex.split(command.replace("FOLDER", str(folder))))
-
-
-def _succeed(code: int) -> None:
-    if code:
-        sys.exit(code)
 
 
 def _note_program(file: Path) -> None:
