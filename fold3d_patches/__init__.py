@@ -271,8 +271,8 @@ def _dp_sync(run: _Run) -> "Iterator[Part]":
 
         features.append(SecondLane(run.timeout))
     if config.measuring_flag:
-        from megatron.fold3d.training.search_process import SearchProcess
         from megatron.fold3d.runtime.auto_schedule import AutoSchedule
+        from megatron.fold3d.training.search_process import SearchProcess
 
         auto = AutoSchedule(config, run.plans, SearchProcess, due=due, replicated=replicated)
         features.append(auto)

@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parents[2]
 _SLURM = Path("scripts/slurm")
 _MOCK_DATA = "--mock-data --tokenizer-type NullTokenizer"
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-_ITERATIONS = 20
+_ITERATIONS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

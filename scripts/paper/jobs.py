@@ -23,7 +23,7 @@ from scripts.paper.systems import SYSTEMS
 
 _INDEX = "tasks.json"
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-_WARMUP = 10  # iterations; `auto` tries its choices in the first nine
+_WARMUP = 10  # iterations
 Experiment = Callable[[Times], Result]
 
 
@@ -173,7 +173,7 @@ def _missing(tasks: Iterable[Task], runs: Mapping[Task, Run], folder: Path) -> I
 
 def _stopped(run: Run) -> str:
     last = run.iterations[-1]
-    return f"{last.number} of {last.last} iterations, the first {_WARMUP} not timed"
+    return f"{last.number} of {last.last} iterations, the first {run.warmup} not timed"
 
 
 def _iteration(run: Run) -> Iteration:

@@ -26,7 +26,7 @@ from megatron.fold3d.predict.search.planner import search
 from megatron.fold3d.predict.search.search_result import Search
 
 ROUNDS = 3
-_FEWEST_ITERATIONS = 12
+_FEWEST_ITERATIONS = 30
 _OURS = ("schedule",)
 _OWN_FOLDERS = ("save", "load", "save-interval", "trace", "trace-iterations", "tensorboard-dir")
 
@@ -78,7 +78,7 @@ def arms(
         raise ValueError(f"{given[0]}: arms differ in it; give the flags of a job of stock")
     if args.train_iters is None or args.train_iters < _FEWEST_ITERATIONS:
         raise ValueError(
-            f"--train-iters {args.train_iters}: auto tries its choices in the first nine; give 30"
+            f"--train-iters {args.train_iters}: --schedule auto chooses in the first; give 50"
         )
     last_two = f"{args.train_iters - 1}-{args.train_iters}"
     traced = ["--trace-iterations", last_two]

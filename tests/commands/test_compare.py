@@ -62,6 +62,17 @@ def test_the_ratio_is_of_throughputs_after_warmup(fold3d, runs: tuple[Path, Path
     ]
 
 
+def test_iterations_in_which_a_run_chooses_its_schedule_do_not_count(fold3d, runs):
+    stock, auto = runs
+    chosen = "--schedule auto measured F 1 ms\n  1f1b  1 s  1 s  kept after 12 iterations\n"
+    tried, kept = log(3000.0, range(101, 113)), log(1000.0, range(113, 121))
+    auto.write_text(tried + chosen + kept)
+    stock.write_text(log(1500.0, range(101, 121)))
+    code, out, err = fold3d(f"compare {stock} {auto}")
+    assert (code, err) == (0, "B aiao is timed from iteration 113 on, as auto has chosen\n")
+    assert "B aiao is faster than A stock: 1.500 times as fast" in out
+
+
 def test_losses_that_part_are_told_with_the_iteration_and_by_how_much(fold3d, runs):
     stock, aiao = runs
     aiao.write_text(log(1000.0, worse=0.1))
@@ -147,7 +158,10 @@ def test_without_matplotlib_there_is_no_plot(fold3d, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--warmup 20", "A stock ends with iteration 20, and --warmup 20 leaves nothing to time"),
+        (
+            "--warmup 20",
+            "A stock ends with iteration 20, and the first 20 are not timed; give a smaller",
+        ),
         ("--warmup -1", "--warmup -1: it is zero or more"),
     ],
 )

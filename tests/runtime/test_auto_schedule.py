@@ -260,7 +260,7 @@ def test_one_table_says_what_was_measured_predicted_tried_and_kept(
             "--schedule auto measured what it takes",
             "  choice       predicted  took",
             "  interleaved  1 s        2 s",
-            "  aiao         1 s        1 s    kept",
+            "  aiao         1 s        1 s    kept after 10 iterations",
             "  afab         1 s        2.5 s",
         ]
     ]

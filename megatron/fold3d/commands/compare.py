@@ -45,7 +45,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--warmup",
         type=int,
         default=3,
-        help="iterations at the start whose time does not count (default: 3)",
+        help="iterations at the start whose time does not count, but at least those in which "
+        "--schedule auto chose (default: 3)",
     )
     parser.add_argument("--svg", type=Path, help="plot the losses over iterations and over time")
     parser.add_argument(
@@ -70,6 +71,11 @@ def run(args: Namespace) -> int:
         read_run(path, name, args.warmup) for path, name in zip(paths, _names(paths), strict=True)
     ]
     check_same_job(runs)
+    for each in runs:
+        if each.warmup > args.warmup:
+            complain(
+                f"{each.name} is timed from iteration {each.warmup + 1} on, as auto has chosen"
+            )
     if len(args.runs) == 1 and args.svg is None and any(run.losses() for run in runs):
         if find_spec("matplotlib") is None:
             complain(NO_PICTURE)
@@ -110,8 +116,8 @@ def _compared(runs: Sequence[Run]) -> Comparison | None:
     for run in runs:
         if not run.timed:
             raise ValueError(
-                f"{run.name} ends with iteration {run.iterations[-1].number}, and --warmup "
-                f"{run.warmup} leaves nothing to time; give a smaller --warmup"
+                f"{run.name} ends with iteration {run.iterations[-1].number}, and the first "
+                f"{run.warmup} are not timed; give a smaller --warmup, or train longer"
             )
     return Comparison(tuple(runs))
 

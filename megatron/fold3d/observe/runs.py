@@ -18,7 +18,12 @@ from megatron.fold3d.observe.breakdown import Breakdown, measured
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.observe.trace_files import pipeline, read_ranks
 from megatron.fold3d.observe.trace_timeline import to_timeline
-from megatron.fold3d.observe.training_log import LoggedIteration, arguments, parse
+from megatron.fold3d.observe.training_log import (
+    LoggedIteration,
+    arguments,
+    chosen_after,
+    parse,
+)
 
 _LOGS = ("*.log", "*.out", "*.txt")
 _RESUME = "resume"  # a file with the command that runs what is missing in a folder
@@ -38,7 +43,7 @@ class Run:
     Attributes:
         name: the name to print.
         rounds: the lines of its log, each iteration once, in order; for each time that it ran.
-        warmup: how many of the first iterations are not timed.
+        warmup: how many of the first iterations are not timed, such as trials of ``auto``.
         timeline: the timeline of its traced iterations, if there are any.
         row: what they say beside the timeline.
         flags: the values of Megatron's flags that the log lists.
@@ -102,7 +107,7 @@ def read_run(path: Path, name: str, warmup: int) -> Run:
     """Return the run recorded in a log file, or in a folder with logs and traces.
 
     If a folder has no logs, the logs beside it count: those of its name or, for a folder ``trace``,
-    all in its parent.
+    all in its parent. While ``--schedule auto`` tries its choices, no iteration is timed.
 
     Raises:
         ValueError: the path has no record of a run.
@@ -119,6 +124,8 @@ def read_run(path: Path, name: str, warmup: int) -> Run:
         if iterations:
             rounds.append(tuple(iterations[number] for number in sorted(iterations)))
             text = texts[0]
+            if chosen := max(map(chosen_after, texts)):
+                warmup = max(warmup, rounds[-1][0].number - 1 + chosen)
         traces += [folder for folder in (place, place / "trace") if any(folder.glob("rank-*.json"))]
     if not rounds and not traces:
         raise ValueError(

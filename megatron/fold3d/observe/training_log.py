@@ -7,6 +7,7 @@ from math import inf
 from statistics import median, quantiles
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|(.*)")
+_KEPT = re.compile(r"kept after (\d+) iterations")  # in the table of `Trial`
 _ARGUMENT = re.compile(r"^ {2}(\w+) \.* ?(\S.*)$", re.M)
 _FIELDS = {
     "elapsed_ms": re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)"),
@@ -78,6 +79,11 @@ def parse(text: str) -> list[LoggedIteration]:
             row = LoggedIteration(number=int(found[1]), last=int(found[2]), **fields)
             iterations.append(row)
     return iterations
+
+
+def chosen_after(text: str) -> int:
+    """Return how many iterations ``--schedule auto`` took to choose; 0 if no log says so."""
+    return max(map(int, _KEPT.findall(text)), default=0)
 
 
 def arguments(text: str) -> dict[str, str]:

@@ -80,6 +80,7 @@ class AutoSchedule(Feature):
         self._device = torch.device(config.device)
         self._recorder = RunRecorder(self._device)
         self._trials: dict[int, Trial] = {}
+        self._trained = 0  # iterations of this run
         self._iterations = 0
         self._size = 0  # micro-batches of the iterations that `_iterations` counts
         self._index = 0  # of the choice that runs
@@ -128,6 +129,7 @@ class AutoSchedule(Feature):
         """Search from the third training iteration on; start the clock if one is timed."""
         if not iteration.trains:
             return
+        self._trained += 1
         self._iterations += 1
         if self._iterations == SEARCHES:
             self.search(self._recorder.agreed(iteration), iteration)
@@ -274,7 +276,8 @@ class AutoSchedule(Feature):
     def _tell(self, trial: Trial) -> None:
         """Log what is kept, unless some choices still have to be timed."""
         if dist.get_rank() == 0 and not trial.untimed(free=self._is_free):
-            logger.info("%s", trial.table(self._config.measuring_flag, free=self._is_free))
+            flag, after = self._config.measuring_flag, self._trained
+            logger.info("%s", trial.table(flag, free=self._is_free, after=after))
 
 
 def _advise_sharding(predicted: Sequence[Predicted], sharded: Predicted) -> None:

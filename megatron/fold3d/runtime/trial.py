@@ -40,17 +40,18 @@ class Trial:
             return untimed[0]
         return min(self._fitting(free=free), key=self.measured_s.__getitem__)
 
-    def table(self, flag: str, *, free: bool) -> str:
+    def table(self, flag: str, *, free: bool, after: int) -> str:
         """Return, line by line, what was measured, predicted, tried and kept.
 
         Args:
             flag: what leaves the choice to the run.
             free: whether DP.sync may reach into the next iteration.
+            after: how many iterations the run has trained: `compare` counts those behind them.
         """
         kept = self.current(free=free)
         rows: list[Sequence[str]] = [("choice", "predicted", "took", "")]
         for i, one in enumerate(self.choices):
-            notes = ["kept"] if i == kept else []
+            notes = [f"kept after {after} iterations"] if i == kept else []
             if one.shares and one.choice.carries:
                 shares = ", ".join(f"{share:.2f}" for share in one.shares)
                 notes.append(f"shares of DP.sync behind a stage's backwards {shares}")
