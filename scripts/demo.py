@@ -182,7 +182,7 @@ def train(job: Job, link: Link | None, args: argparse.Namespace) -> tuple[Traini
             rounds[arm].append(run)
     return tuple(
         replace(
-            read_run(args.output / arm.name, arm.title, arm.warmup),
+            read_run(args.output / arm.name, arm.title, max(run.warmup for run in runs)),
             rounds=tuple(run.iterations for run in runs),
         )
         for arm, runs in rounds.items()

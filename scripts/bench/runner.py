@@ -62,11 +62,13 @@ class Bench:
         if any(code != 0 for code in codes):
             return Run(variant=variant, round=number, failure=_failure(codes, ranks.logs))
         iterations = training_log.parse(ranks.logs[-1].read_text(errors="replace"))
+        chosen = training_log.chosen_after(ranks.logs[0].read_text(errors="replace"))
+        chose_late = self.warmup < chosen < len(iterations)
         return Run(
             variant=variant,
             round=number,
             iterations=tuple(iterations),
-            warmup=self.warmup,
+            warmup=chosen if chose_late else self.warmup,
             link_bytes=link_bytes / (self.job.num_iterations - self.warmup),
             other_cpus=other_cpus,
         )
