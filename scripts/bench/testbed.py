@@ -400,8 +400,9 @@ def _hold_namespace() -> subprocess.Popen[bytes]:
     )
     end_s = time.monotonic() + 10
     while time.monotonic() < end_s and holder.poll() is None:
-        if not Path(f"/proc/{holder.pid}/ns/net").samefile("/proc/self/ns/net"):
-            return holder
+        with contextlib.suppress(FileNotFoundError):  # it has ended since
+            if not Path(f"/proc/{holder.pid}/ns/net").samefile("/proc/self/ns/net"):
+                return holder
         time.sleep(0.002)
     holder.kill()
     reason = holder.communicate()[1].decode().strip() or "unshare did not answer"
