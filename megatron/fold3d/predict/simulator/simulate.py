@@ -39,7 +39,7 @@ from megatron.fold3d.predict.simulator.sync_queue import SyncQueue
 from megatron.fold3d.predict.simulator.traffic import Traffic
 
 TOLERANCE = 1e-4  # of a steady iteration; drifts below this never end on shared queues
-_FEWEST, _MOST = 3, 24  # iterations until one is steady
+_NUMBERS = (3, 4, 6, 12, 24)  # of iterations until one is steady
 
 
 @gc_paused()
@@ -83,7 +83,7 @@ def steady_state(plan: Plan, costs: Costs, link: Link = PLAIN) -> Timeline:
     """Simulate until iterations take equally long, so that the last one is steady.
 
     If ranks meet between iterations, the first one is. With work deferred into the next iteration,
-    the first ones differ. If they alternate without end, the simulation stops after `_MOST`.
+    the first ones differ. If they alternate without end, the last of `_NUMBERS` has to do.
 
     Args:
         plan: a plan with DP.sync; without it every iteration is steady.
@@ -92,14 +92,14 @@ def steady_state(plan: Plan, costs: Costs, link: Link = PLAIN) -> Timeline:
     """
     if plan.flushes:
         return simulate(plan, costs, link)
-    steps, iterations = _prepared(plan, costs, link), _FEWEST
-    while True:
+    steps = _prepared(plan, costs, link)
+    for iterations in _NUMBERS:
         timeline = _simulated(steps, iterations)
         *_, before_s, start_s, end_s = (0.0, *timeline.iteration_ends_s(0))
         settled = abs((end_s - start_s) - (start_s - before_s)) <= TOLERANCE * (end_s - start_s)
-        if settled or iterations >= _MOST:
-            return timeline
-        iterations *= 2
+        if settled:
+            break
+    return timeline
 
 
 @dataclass(slots=True, eq=False)
