@@ -78,7 +78,7 @@ def arms(
         raise ValueError(f"{given[0]}: arms differ in it; give the flags of a job of stock")
     if args.train_iters is None or args.train_iters < _FEWEST_ITERATIONS:
         raise ValueError(
-            f"--train-iters {args.train_iters}: --schedule auto chooses in the first; give 50"
+            f"--train-iters {args.train_iters}: auto chooses in the first of them; give 50"
         )
     last_two = f"{args.train_iters - 1}-{args.train_iters}"
     traced = ["--trace-iterations", last_two]

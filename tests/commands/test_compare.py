@@ -69,7 +69,10 @@ def test_iterations_in_which_a_run_chooses_its_schedule_do_not_count(fold3d, run
     auto.write_text(tried + chosen + kept)
     stock.write_text(log(1500.0, range(101, 121)))
     code, out, err = fold3d(f"compare {stock} {auto}")
-    assert (code, err) == (0, "B aiao is timed from iteration 113 on, as auto has chosen\n")
+    assert (code, err) == (
+        0,
+        "B aiao is timed from iteration 113 on: --schedule auto chose until then\n",
+    )
     assert "B aiao is faster than A stock: 1.500 times as fast" in out
 
 

@@ -48,7 +48,7 @@ def test_a_preset_is_a_model_for_the_search_too():
     ("flags", "environment", "message"),
     [
         (f"{JOB} --schedule aiao", {}, "--schedule: arms differ in it; give the flags of a job"),
-        (MODEL, {}, "--train-iters None: --schedule auto chooses in the first; give 50"),
+        (MODEL, {}, "--train-iters None: auto chooses in the first of them; give 50"),
         (JOB, {"CLUSTER": ""}, "no CLUSTER: name the nodes as for `fold3d search`"),
         (JOB, {"SLURM_NTASKS": "8"}, "CLUSTER=testbedx4 has 4 GPUs, and the job 8 tasks"),
     ],

@@ -45,8 +45,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--warmup",
         type=int,
         default=3,
-        help="iterations at the start whose time does not count, but at least those in which "
-        "--schedule auto chose (default: 3)",
+        help="how many iterations at the start are not timed (default: 3); at least those in which "
+        "--schedule auto chooses",
     )
     parser.add_argument("--svg", type=Path, help="plot the losses over iterations and over time")
     parser.add_argument(
@@ -74,7 +74,8 @@ def run(args: Namespace) -> int:
     for each in runs:
         if each.warmup > args.warmup:
             complain(
-                f"{each.name} is timed from iteration {each.warmup + 1} on, as auto has chosen"
+                f"{each.name} is timed from iteration {each.warmup + 1} on: --schedule auto chose "
+                "until then"
             )
     if len(args.runs) == 1 and args.svg is None and any(run.losses() for run in runs):
         if find_spec("matplotlib") is None:
