@@ -346,7 +346,8 @@ def test_shares_that_follow_measured_times_change_no_result(
     measured, _, choice, nothing = decided[0][0].splitlines()
     assert measured.startswith("step=next measured F ")
     assert choice.split()[0] == ours.removeprefix("--schedule ")
-    shares = choice.partition("kept; shares of DP.sync behind a stage's backwards ")[2]
+    assert "  kept after " in choice
+    shares = choice.partition("; shares of DP.sync behind a stage's backwards ")[2]
     assert len(shares.split(", ")) == 4
     assert nothing.endswith("nothing else that fits is predicted to be faster")
 

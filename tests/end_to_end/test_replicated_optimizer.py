@@ -98,7 +98,7 @@ def test_auto_keeps_what_was_faster_and_changes_no_result(with_s: float) -> None
     assert table.startswith("optimizer=auto measured F ")
     first, tried = table.splitlines()[-2:]
     assert tried.split()[:3] == ["1f1b:optimizer=replicated", "0.1", "s"]
-    assert (first.endswith("kept"), tried.endswith("kept")) == (with_s > 0, with_s == 0)
+    assert ["kept after" in line for line in (first, tried)] == [with_s > 0, with_s == 0]
     assert told[1] == []  # one rank tells
 
 

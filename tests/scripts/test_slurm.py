@@ -333,7 +333,7 @@ def test_a_job_that_is_requeued_twice_ends_with_the_losses_of_one_that_is_not(
 JOB = """--device cpu --model-preset 4-32-4-16 --attention-dropout 0 --hidden-dropout 0
     --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4
     --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --lr 1e-3
-    --eval-iters 0 --eval-interval 1000 --log-interval 1 --train-iters 14"""
+    --eval-iters 0 --eval-interval 1000 --log-interval 1 --train-iters 30"""
 ARMS = ("1-given", "2-strongest", "3-search", "4-auto")
 
 
@@ -381,7 +381,7 @@ def test_an_ablation_is_collected_from_a_cluster(
     _run("sbatch", "--array=0,7", folder / "cpux4.sbatch")
     for task in ("0", "7"):
         log = folder / "cpux4" / task / "train.log"
-        _wait_for("successfully saved checkpoint from iteration      20", log)
+        _wait_for("successfully saved checkpoint from iteration      40", log)
     result = collect("ablation", ablation, folder)
     gains, times = (grid for grid in result.grids if grid.columns)
     ours = gains.at("fold3d", "CPU")

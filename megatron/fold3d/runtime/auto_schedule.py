@@ -80,7 +80,7 @@ class AutoSchedule(Feature):
         self._device = torch.device(config.device)
         self._recorder = RunRecorder(self._device)
         self._trials: dict[int, Trial] = {}
-        self._trained = 0  # iterations of this run
+        self._trained = 0  # iterations before a choice is told
         self._iterations = 0
         self._size = 0  # micro-batches of the iterations that `_iterations` counts
         self._index = 0  # of the choice that runs
@@ -129,12 +129,12 @@ class AutoSchedule(Feature):
         """Search from the third training iteration on; start the clock if one is timed."""
         if not iteration.trains:
             return
-        self._trained += 1
         self._iterations += 1
         if self._iterations == SEARCHES:
             self.search(self._recorder.agreed(iteration), iteration)
         if self._times is not None:
             self.receive()
+        self._trained += 1
         self._passed_s = self._took_s = None
         trial = self._trials.get(self._size)
         if trial is not None and trial.untimed(free=self._is_free):
