@@ -220,6 +220,14 @@ def _run_rank(
     connection.send(outcome)
 
 
+def is_running(pid: int) -> bool:
+    """Return whether the process is there, and not merely waiting for its parent to look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -12,6 +12,7 @@ import pytest
 
 from scripts.bench import processes, testbed
 from scripts.bench.testbed import Link, Testbed, TestbedError, Traffic, parse_rate
+from tests.distributed import is_running
 
 ROOT = Path(__file__).parents[2]
 PAYLOAD_BYTES = 3_000_000
@@ -52,14 +53,6 @@ def needs_testbed():
 def bed(needs_testbed):
     with Testbed(2, Link(40e6)) as bed:
         yield bed
-
-
-def is_running(pid):
-    """Whether the process is there, and not merely waiting for its parent to look."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def in_namespaces(namespaces):

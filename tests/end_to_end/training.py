@@ -137,10 +137,11 @@ def _behind_computations(names: Iterable[str], moved: Container[str]) -> list[st
     return found
 
 
-def recorded(main: Callable[[], object]) -> Record:
+def recorded(main: Callable[[], object], *, awaits_search: bool = True) -> Record:
     """Call what trains, with a recorder in Megatron's training loop.
 
-    A search is over in the iteration that begins it, so that it is known which iteration runs what.
+    Unless ``awaits_search`` is False, a search is over in the iteration that begins it, so that it
+    is known which iteration runs what.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.utils import unwrap_model
@@ -148,7 +149,8 @@ def recorded(main: Callable[[], object]) -> Record:
 
     from megatron.fold3d.training import search_process
 
-    search_process.SearchProcess = FinishedSearch  # type: ignore[assignment,misc]
+    if awaits_search:
+        search_process.SearchProcess = FinishedSearch  # type: ignore[assignment,misc]
     record = Record()
     trained: dict[str, Any] = {}
     train_step, evaluate = training.train_step, training.evaluate

@@ -336,7 +336,7 @@ def _by_torchrun(case: Case, folder: Path, flags: str) -> tuple[dict[int, int], 
 def _rank(case: Case, folder: Path, flags: str) -> None:
     """Run the script on this rank as a launcher does, with the fault armed."""
     import pretrain_gpt
-    from megatron.fold3d.training import leaving, search_process
+    from megatron.fold3d.training import leaving
 
     rank, fault = int(os.environ["RANK"]), CONDITIONS[case.fault]
     if case.launcher == "torchrun":
@@ -367,19 +367,17 @@ def _rank(case: Case, folder: Path, flags: str) -> None:
     if _saved(folder):
         command += " --load FOLDER/saved"
 
-    search = search_process.SearchProcess
-
-    def train(argv: Sequence[str]) -> None:
-        search_process.SearchProcess = search  # type: ignore[misc]  # a process here, too
-        if code := pretrain_gpt.main(argv):
-            sys.exit(code)
-
     def main(argv: Sequence[str]) -> int:
-        record = recorded(lambda: train(argv))
+        record = recorded(lambda: _succeed(pretrain_gpt.main(argv)), awaits_search=False)
         (folder / f"record{rank}").write_text(json.dumps(asdict(record)))
         return 0
 
     leaving.run(main, shlex.split(command.replace("FOLDER", str(folder))))
+
+
+def _succeed(code: int) -> None:
+    if code:
+        sys.exit(code)
 
 
 def _note_program(file: Path) -> None:

@@ -2,22 +2,19 @@
 
 import multiprocessing
 import time
-from dataclasses import replace
 from math import inf
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features, order_of
-from megatron.fold3d.plan.ir import Op
-from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes, place_as_if_equal
 from megatron.fold3d.policy.predicted import Predictions
 from megatron.fold3d.predict.search.measured_search import predictions
 from megatron.fold3d.training.search_process import SearchProcess
-from tests.predict.search.test_measured_search import FOUR, GAPS, TIMES
+from tests.distributed import is_running
+from tests.predict.search.test_measured_search import GAPS, TIMES
 
 FIRST = Choice.parse("1f1b:wgrad=gaps", 1)
 QUESTION: dict[str, Any] = {
@@ -77,7 +74,7 @@ def test_a_search_ends_with_its_rank():
     rank.kill()
     rank.join()
     for _ in range(50):
-        if not Path(f"/proc/{search}").exists():
+        if not is_running(search):
             return
         time.sleep(0.1)
     raise AssertionError("the search goes on")
@@ -87,12 +84,3 @@ def _search_for_long(sender: Connection) -> None:
     search = SearchProcess(**QUESTION | {"order": order_of(FIRST, 4, 8192)})
     sender.send(search._process.pid)
     time.sleep(60)
-
-
-def test_a_first_choice_that_has_no_room_fills_no_gaps():
-    heavy = HeldSizes(saved=FOUR, delayed=(8.0,) * 4, most=(0.5,) * 4)
-    question = QUESTION | {"times": replace(TIMES, held=heavy), "frees_ahead": False, "free": {}}
-    assert place_as_if_equal(QUESTION["order"]).has(Op.WEIGHT)
-    (kept,) = predictions(**question).choices
-    assert kept.seconds == inf
-    assert not kept.order.has(Op.WEIGHT)

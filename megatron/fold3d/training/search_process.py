@@ -15,7 +15,6 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from megatron.fold3d.policy.predicted import Predicted, Predictions
-from megatron.fold3d.predict.search.measured_search import predictions
 from megatron.fold3d.training.leaving import end_with_parent
 
 logger = logging.getLogger(__name__)
@@ -61,4 +60,6 @@ class SearchProcess:
 
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))
+    from megatron.fold3d.predict.search.measured_search import predictions  # no rank needs it
+
     pickle.dump(predictions(**pickle.load(sys.stdin.buffer)), sys.stdout.buffer)

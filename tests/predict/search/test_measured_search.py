@@ -2,19 +2,20 @@
 
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import pytest
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features, lower, order_of
-from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.ir import Op, PlanError
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes, place_as_if_equal
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.predicted import Predicted
-from megatron.fold3d.predict.search.measured_search import measured_search
+from megatron.fold3d.predict.search.measured_search import measured_search, predictions
 
 FOUR = (1.0,) * 4
 TIMES = MeasuredTimes(
@@ -144,3 +145,15 @@ def test_measured_all_reduces_are_halved_and_gathers_have_the_size_of_parameters
     assert measured(times, parameter_share=0.5).first.seconds == pytest.approx(1.5 + 6 + 18 + 3)
     full = replace(times, room_bytes=1.0, other_shard_bytes=(2.0,) * 3)
     assert measured(full, parameter_share=1.0).to_try() == []
+
+
+def test_a_first_choice_that_has_no_room_fills_no_gaps():
+    first = Choice.parse("1f1b:wgrad=gaps", 1)
+    order = order_of(first, 4, 8)
+    heavy = HeldSizes(saved=FOUR, delayed=(8.0,) * 4, most=(0.5,) * 4)
+    times = replace(TIMES, held=heavy)
+    assert place_as_if_equal(order).has(Op.WEIGHT)
+    found = predictions(times=times, first=first, order=order, features=Features(), free={})
+    (kept,) = found.choices
+    assert kept.seconds == inf
+    assert not kept.order.has(Op.WEIGHT)
