@@ -331,6 +331,7 @@ def test_shares_may_change_from_one_iteration_to_the_next() -> None:
         (AIAO, "", 2.2),
         pytest.param(f"{AIAO}:wgrad=behind@1", "", 0, marks=pytest.mark.stress),
         (f"{AIAO}:wgrad=last@1", f"{SHARDED} --bf16", 0),
+        (f"{AIAO}:wgrad=last@1", "", 1000),  # free from the measured iteration on
     ],
 )
 def test_shares_that_follow_measured_times_change_no_result(

@@ -263,10 +263,11 @@ class DueSteps(Feature):
         self._report = report
         self._num_late += 1
         self._needed = max(1, self._needed // 2)
+        shares = self._shares or (1.0,) * len(self._chunks)
         self._count_rest(
             sum(
                 (1 - share) * self.sums.gradients[chunk].num_bytes
-                for chunk, share in zip(self._chunks, self._shares, strict=True)
+                for chunk, share in zip(self._chunks, shares, strict=True)
             )
         )
         self._step = PartialStep(optimizer, iteration, self._alone)
