@@ -7,13 +7,14 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fold3d_patches.registry import Patch, apply
+from fold3d_patches.registry import Patch, apply, combined
 
 if TYPE_CHECKING:
     from megatron.fold3d.config.fold3d_config import Fold3DConfig
     from megatron.fold3d.plan.ir import Plan
     from megatron.fold3d.runtime.events import Events
     from megatron.fold3d.runtime.feature import Feature
+    from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
     from megatron.fold3d.runtime.plans import Plans
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
     from megatron.fold3d.runtime.tensor_parallel.baton import Baton
@@ -49,9 +50,11 @@ def check_schedule(config: "Fold3DConfig", num_microbatches: int) -> "Plan | Non
         PlanError: as `install_schedule`.
         ValueError: torch cannot mark packets as ``config`` asks.
     """
-    plans = _checked_plans(config, num_microbatches)
+    from megatron.fold3d.runtime.plans import Plans
+
+    plan = Plans(config).checked(num_microbatches)
     _marks(config)
-    return plans.latest
+    return plan
 
 
 def install_schedule(
@@ -60,8 +63,6 @@ def install_schedule(
     """Make Megatron train under the schedule of ``config``; closing the stack restores it.
 
     Args:
-        config: the configuration of the run.
-        num_microbatches: micro-batches per iteration.
         ranks_here: the pipeline ranks of this node's processes.
 
     Raises:
@@ -72,13 +73,24 @@ def install_schedule(
             routers another mean.
         HostMemoryError: this node has too little memory for the offloaded activations.
     """
-    plans = _checked_plans(config, num_microbatches)
-    if config.offload_activations == "on" and plans.latest is not None:
+    from megatron.fold3d.runtime.plans import Plans
+
+    plans = Plans(config)
+    plan = plans.checked(num_microbatches)
+    if config.offload_activations == "on" and plan is not None:
         from megatron.fold3d.runtime.offload import host_memory
 
-        host_memory.check_node(plans.latest, config.saved_bytes, ranks_here)
+        host_memory.check_node(plan, config.saved_bytes, ranks_here)
     run = _Run(config, plans, num_local=max(1, len(ranks_here)))
-    patches, executor = [*_trace_patches(run), *_marks(config)], None
+    patches, executor = [*_marks(config)], None
+    if run.delta is not None:  # first: a trace of gathers is around them
+        from fold3d_patches import delta_gather
+
+        patches += delta_gather.patches(run.delta)
+    if run.tracer is not None:
+        from fold3d_patches import trace
+
+        patches += trace.patches(run.tracer, config)
     if config.choice.order != "stock":
         from fold3d_patches.schedule import get_forward_backward_func, script_settings
         from megatron.fold3d.runtime.executor import Executor
@@ -87,40 +99,14 @@ def install_schedule(
         executor = Executor(plans, [part for part in parts if not isinstance(part, Patch)])
         patches += [get_forward_backward_func.patch(executor), *script_settings.patches()]
         patches += [part for part in parts if isinstance(part, Patch)]
-    with apply(patches) as stack:
+    with apply(combined(patches)) as stack:
         if run.tracer is not None:
             stack.enter_context(run.tracer)
         if executor is not None:
             stack.push(executor)
+        if run.delta is not None:
+            stack.callback(run.delta.tell)
         return stack.pop_all()
-
-
-def _checked_plans(config: "Fold3DConfig", num_microbatches: int) -> "Plans":
-    from megatron.fold3d.runtime.plans import Plans
-
-    plans = Plans(config)
-    if config.choice.order != "stock":
-        has_two = config.choice.carries and config.clips_or_scales
-        for carries in (False, True) if has_two else (True,):
-            plans.carries = carries
-            _check_order(config, plans.training(num_microbatches))
-    return plans
-
-
-def _check_order(config: "Fold3DConfig", plan: "Plan") -> None:
-    """Raise `PlanError` if the model cannot be computed in the order of a plan."""
-    if config.choice.pairs:
-        from megatron.fold3d.plan.passes.pairs import check_pairs
-
-        check_pairs(plan)
-    if config.apart and config.has_engine_modules:
-        from megatron.fold3d.plan.weight_order import check_oldest_first
-
-        check_oldest_first(plan)
-    if config.recomputes_means:
-        from megatron.fold3d.plan.recompute_order import check_recompute_order
-
-        check_recompute_order(plan)
 
 
 class _Run:
@@ -130,19 +116,19 @@ class _Run:
     baton: "Baton | None" = None
     side: "Callable[[], int] | None" = None  # tells which of a pair a thread is
     tracer: "Tracer | None" = None
+    delta: "DeltaGather | None" = None
 
     def __init__(self, config: "Fold3DConfig", plans: "Plans", num_local: int) -> None:
         from megatron.fold3d.runtime.events import UNHEARD
 
         self.config, self.plans, self.num_local = config, plans, num_local
-        self.timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self.recorder: Events = UNHEARD
         if config.preemptive_comm:
             from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 
             self.communicator = PreemptiveCommunicator(
                 slice_bytes=config.slice_bytes,
-                timeout=self.timeout,
+                timeout=timedelta(minutes=config.distributed_timeout_minutes),
                 fits_slices=config.choice.slice_bytes is None,
             )
         if config.choice.pairs:
@@ -150,10 +136,17 @@ class _Run:
 
             self.baton = Baton()
             self.side = self.baton.side
+        if config.delta_param_gather != "off":
+            from megatron.fold3d.config.gpu_settings import DELTA_LIBRARIES
+
+            if DELTA_LIBRARIES[config.device].exists():  # else "on" is refused
+                from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
+
+                self.delta = DeltaGather(measures=config.delta_param_gather == "auto")
         if config.trace is not None:
             from megatron.fold3d.runtime.trace.tracer import Tracer
 
-            self.tracer = Tracer(config, plans, _metrics())
+            self.tracer = Tracer(config, _metrics())
             self.recorder = self.tracer.recorder
 
 
@@ -163,24 +156,19 @@ def _parts(run: _Run) -> "Iterator[Part]":
     if run.communicator is not None:
         yield run.communicator
     if run.baton is not None:
-        from fold3d_patches.schedule import (
-            discarded_outputs,
-            tensor_parallel_group,
-            token_dispatcher,
-        )
+        from fold3d_patches.schedule import paired_layers, tensor_parallel_group
 
         yield from _made("tensor_parallel.paired_microbatches:PairedMicrobatches", run.baton)
         yield tensor_parallel_group.patch(run.baton, run.recorder)
-        yield token_dispatcher.patch(run.baton)
-        yield from discarded_outputs.patches(run.baton)
+        yield from paired_layers.patches(run.baton)
     if c.num_ranks > 1:
         yield _transfers(run)
     if run.tracer is not None:
-        yield from _made("trace.recorded_actions:RecordedActions", run.recorder)
-    if c.features.shards_params:
+        yield from _made("trace.recorded_actions:RecordedActions", run.tracer)
+    if c.job.shards != "off":
         yield from _made("shard_buffers:ShardBuffers", "param_data")
     yield from _dp_sync(run)
-    if c.features.shards_grads:
+    if c.job.shards == "gradients":
         yield from _made("shard_buffers:ShardBuffers", "grad_data")
     if c.apart or "wgrad" in c.auto:
         if c.has_engine_modules:
@@ -203,7 +191,7 @@ def _parts(run: _Run) -> "Iterator[Part]":
         from fold3d_patches.schedule import gradient_buckets
 
         yield from gradient_buckets.patches()
-    if c.features.steps_shards:
+    if c.job.steps_shards:
         from fold3d_patches.schedule import embedding_grads
 
         yield embedding_grads.patch()
@@ -229,20 +217,20 @@ def _transfers(run: _Run) -> "Feature":
     from megatron.fold3d.runtime.transfers.pipeline_transfers import PipelineTransfers
 
     config = run.config
-    connect: Connect = partial(P2P, timeout=run.timeout)
-    if config.features.receives_late:
+    connect: Connect = P2P
+    if config.job.receives_late:
         from megatron.fold3d.runtime.transfers.alternating_p2p import AlternatingP2P
 
-        connect = partial(AlternatingP2P, timeout=run.timeout)
+        connect = AlternatingP2P
     if run.communicator is not None:
         from megatron.fold3d.runtime.preemption.preemptive_p2p import PreemptiveP2P
 
-        connect = partial(PreemptiveP2P, run.communicator, timeout=run.timeout)
+        connect = partial(PreemptiveP2P, run.communicator)
     connects = [connect]
     if config.lazy_inter_segment:
         from megatron.fold3d.runtime.transfers.host_link import HostLink
 
-        connects.append(partial(HostLink, timeout=run.timeout))
+        connects.append(HostLink)
     return PipelineTransfers(connects, run.recorder)
 
 
@@ -257,24 +245,23 @@ def _dp_sync(run: _Run) -> "Iterator[Part]":
         from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 
         started_by = None if config.choice.order == "auto" else run.communicator
-        due = DueSteps(config, run.plans, started_by, run.recorder)
+        due = DueSteps(config, started_by, run.recorder)
         features.append(due)
-    elif (whole := config.choice.where(optimizer="replicated")) or "optimizer" in config.auto:
+    elif config.choice.where(optimizer="replicated") or "optimizer" in config.auto:
         from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
 
-        replicated = ReplicatedSegments(whole)
+        replicated = ReplicatedSegments()
         features.append(replicated)
-    planned = config.features
-    has_one_queue = planned.receives_late and planned.grad_sync == "overlap"
+    has_one_queue = config.job.receives_late and config.job.grad_sync == "overlap"
     if due is None and has_one_queue and config.num_segments > 1:
         from megatron.fold3d.runtime.grad_sync.second_lane import SecondLane
 
-        features.append(SecondLane(run.timeout))
+        features.append(SecondLane())
     if config.measuring_flag:
         from megatron.fold3d.runtime.auto_schedule import AutoSchedule
         from megatron.fold3d.training.search_process import SearchProcess
 
-        auto = AutoSchedule(config, run.plans, SearchProcess, due=due, replicated=replicated)
+        auto = AutoSchedule(config, SearchProcess, due=due, delta=run.delta)
         features.append(auto)
     yield from reversed(features)
     if due or replicated or auto:
@@ -282,23 +269,6 @@ def _dp_sync(run: _Run) -> "Iterator[Part]":
 
         yield optimizer_step.patch(due, _metrics(), replicated, auto)
         yield from due_steps.patches(due) if due else ()
-
-
-def _trace_patches(run: _Run) -> Iterator[Patch]:
-    if run.tracer is None:
-        return
-
-    from fold3d_patches.trace import collectives, spans
-
-    yield spans.iteration(run.tracer)
-    yield from collectives.patches(run.tracer)
-    yield from spans.updates(run.tracer)
-    if run.config.choice.order == "stock":  # our executor records its own computations
-        yield from spans.computations(run.tracer)
-    if run.config.records_tp_sync and not run.config.choice.pairs:  # pairs have it
-        from fold3d_patches.schedule import tensor_parallel_group
-
-        yield tensor_parallel_group.patch(recorder=run.recorder)
 
 
 def _metrics() -> "Metrics":

@@ -3,12 +3,13 @@
 Keeps one invariant: after `apply` raises, and after its stack closes, every symbol is restored.
 """
 
+import dataclasses
 import functools
 import inspect
 import logging
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
@@ -50,22 +51,12 @@ class Patch:
     parameters: str | None = None
 
 
-def replace(
-    target: str,
-    ours: Any,
-    rebinds: tuple[str, ...] = (),
-    parameters: str | None = None,
-) -> Patch:
+def replace(target: str, ours: Any, **others: Any) -> Patch:
     """Return the patch that puts ``ours`` in the place of a symbol, and never calls upstream's."""
-    return Patch(target=target, make=lambda _: ours, rebinds=rebinds, parameters=parameters)
+    return Patch(target=target, make=lambda _: ours, **others)
 
 
-def around(
-    target: str,
-    ours: Callable[..., Any],
-    rebinds: tuple[str, ...] = (),
-    parameters: str | None = None,
-) -> Patch:
+def around(target: str, ours: Callable[..., Any], **others: Any) -> Patch:
     """Return the patch that calls ``ours`` for a function: with upstream's, then the arguments.
 
     What stands there has upstream's name and attributes, by which Megatron finds some functions.
@@ -78,7 +69,24 @@ def around(
 
         return call
 
-    return Patch(target=target, make=make, rebinds=rebinds, parameters=parameters)
+    return Patch(target=target, make=make, **others)
+
+
+def combined(patches: Iterable[Patch]) -> list[Patch]:
+    """Return one patch for each symbol: of several, the later is around what the earlier makes."""
+    found: dict[str, Patch] = {}
+    for patch in patches:
+        inner = found.get(patch.target)
+        found[patch.target] = patch if inner is None else _around_another(patch, inner)
+    return list(found.values())
+
+
+def _around_another(outer: Patch, inner: Patch) -> Patch:
+    return dataclasses.replace(
+        outer,
+        make=lambda upstream: outer.make(inner.make(upstream)),
+        rebinds=(*inner.rebinds, *outer.rebinds),
+    )
 
 
 def apply(patches: Sequence[Patch]) -> ExitStack:

@@ -22,7 +22,7 @@ from megatron.fold3d.commands import compare
 from megatron.fold3d.observe.runs import Comparison, compare_losses, read_run
 from megatron.fold3d.observe.runs import Run as Training
 from megatron.fold3d.observe.training_log import Spread
-from scripts.bench.runner import Bench, preload
+from scripts.bench.runner import Bench, paced, preload
 from scripts.bench.summary import Run
 from scripts.bench.testbed import Link, Testbed, TestbedError, become_root, end_on_signals, refuse
 from scripts.bench.variants import Job, Variant
@@ -31,16 +31,8 @@ ROOT = Path(__file__).parents[1]
 LINK = Link(180e6)
 FORWARD_MS, BACKWARD_MS = 24, 48
 JOB = Job(
-    num_ranks=2,
-    data_parallel=2,
     num_microbatches=2,
-    num_layers=16,
-    hidden_size=256,
-    seq_length=32,
-    micro_batch_size=1,
-    num_iterations=1,  # an arm has its own number
     clip_grad=0.0,
-    recompute=False,
 )
 TRACED = 3  # iterations, the last ones of a run
 START_S = 7.0  # until the first iteration; a guess, as the arms' iterations are
@@ -77,10 +69,10 @@ def arms(job: Job) -> tuple[Arm, ...]:
     )
     auto = ("--schedule", "auto", "--segments", segments, "--overlap-grad-reduce")
     return (
-        Arm(name="default", title="A default", flags=(), warmup=2, iteration_s=2.9),
+        Arm(name="default", title="A stock's default", flags=(), warmup=2, iteration_s=2.9),
         Arm(
             name="strongest",
-            title="B best stock",
+            title="B stock, same layout",
             flags=strongest,
             warmup=2,
             iteration_s=1.8,
@@ -119,7 +111,7 @@ def main(argv: Sequence[str], job: Job = JOB) -> int:
     preload()
     try:
         runs = train(job, link, args)
-    except RuntimeError as error:
+    except ValueError as error:
         return refuse("make demo", error)
     compared = Comparison(runs) if link else None
     picture, page = args.picture or args.output / "timelines.svg", args.output / "demo.html"
@@ -145,7 +137,7 @@ def conditions(job: Job, link: Link | None) -> str:
         f"{job.num_microbatches} micro-batches of {job.micro_batch_size} for each pipeline, fp32, "
         f"no clipping. A layer lasts at least {FORWARD_MS} ms\n"
         f"forward and {BACKWARD_MS} ms backward: what the CPU does not need of them is slept.\n"
-        "A: stock's default. B: the fastest flags of stock. C: --schedule auto. All in turn.\n"
+        "A: stock's default. B: stock's fastest flags. C: --schedule auto. All in turn.\n"
     )
 
 
@@ -153,7 +145,7 @@ def train(job: Job, link: Link | None, args: argparse.Namespace) -> tuple[Traini
     """Run all arms in turn, and say how it goes.
 
     Raises:
-        RuntimeError: a run failed.
+        ValueError: a run failed.
     """
     rounds: dict[Arm, list[Run]] = {arm: [] for arm in arms(job)}
     progress = Progress(tuple(rounds), args.rounds, args.timed)
@@ -164,20 +156,12 @@ def train(job: Job, link: Link | None, args: argparse.Namespace) -> tuple[Traini
             bench = Bench(
                 job=replace(job, num_iterations=arm.warmup + args.timed),
                 link=link,
-                rank_flags=(
-                    f"--forward-ms={FORWARD_MS}",
-                    f"--backward-ms={BACKWARD_MS}",
-                    "--nccl-order",
-                ),
+                rank_flags=paced(FORWARD_MS, BACKWARD_MS),
                 warmup=arm.warmup,
-                real_time=False,
-                timeout_s=300.0,
                 logs=args.output / "logs",
             )
             progress.begin(arm, number)
-            run = bench.run(Variant(arm.name, (*arm.flags, *trace)), number, progress)
-            if run.failure:
-                raise RuntimeError(f"{arm.title}: {run.failure}")
+            run = bench.measured(Variant(arm.name, (*arm.flags, *trace)), number, progress)
             progress.end(run)
             rounds[arm].append(run)
     return tuple(
@@ -224,7 +208,7 @@ class Progress:
 
     @property
     def _where(self) -> str:
-        return f"round {self._number} of {self._num_rounds}  {self._arm.title:<12}"
+        return f"round {self._number} of {self._num_rounds}  {self._arm.title:<20}"
 
     def _guess_s(self, arm: Arm) -> float:
         return START_S + (arm.warmup + self._timed) * arm.iteration_s

@@ -129,7 +129,7 @@ all_steps() {
     step doctor "$python" -c 'import sys; from megatron.fold3d.cli import main; sys.exit(main(["doctor"]))'
     step build scripts/build_cuda.sh native
     step extension "$python" -W ignore setup.py -q build_ext --inplace
-    step tests "$python" -m pytest -m gpu tests/gpu/test_{communicator,offload}.py \
+    step tests "$python" -m pytest -m gpu tests/gpu/test_{communicator,delta_code,offload}.py \
         tests/runtime/transfers/test_host_link.py
     if ((gpus >= 8)) || [[ $naming$dry ]] || pgrep -f nvidia-cuda-mps-control >/dev/null; then
         STEP_SECONDS=5400 step nccl "$python" -m pytest -m gpu tests/gpu/test_over_nccl.py
@@ -137,6 +137,7 @@ all_steps() {
     for connections in 1 8 32; do
         step "queue-$connections" env CUDA_DEVICE_MAX_CONNECTIONS=$connections "$python" -m scripts.bench.queues
     done
+    step delta-code "$python" -m scripts.bench.delta_code --device cuda --megabytes 512
     step timed-event-1 env CUDA_DEVICE_MAX_CONNECTIONS=1 "$python" -m scripts.bench.queues --timed-event
 
     implementations=${IMPLEMENTATIONS:-local}

@@ -1,6 +1,6 @@
 """Which tests pass with other versions of torch, without changing this environment.
 
-    .venv/bin/python scripts/try_torch.py                # the oldest, the pinned and the newest
+    .venv/bin/python scripts/try_torch.py                # the pinned and the newest
     .venv/bin/python scripts/try_torch.py 2.14.1 --keep ~/torches
 
 Puts each version, with what it depends on, into a folder in front of all that Python imports.
@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[1]
-VERSIONS = ("2.8.0", "2.13.0", "2.15.0")
+VERSIONS = ("2.13.0", "2.15.0")
 TESTS = ("tests/patches", "tests/gpu_path")
 _TIMEOUT_S = 3600
 

@@ -48,6 +48,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         _must_start_none = False
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that start processes first: at the end two workers share many short ones."""
+    starting = {item.path for item in items if any(map(item.get_closest_marker, STARTS_PROCESSES))}
+    items.sort(key=lambda item: item.path not in starting)
+
+
 def pytest_report_header() -> str:
     if torch.cuda.is_available():
         gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"

@@ -3,9 +3,9 @@
 from typing import Any
 
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features, lower
+from megatron.fold3d.plan.compile import Job, lower
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.passes.offload import OffloadChoice
+from megatron.fold3d.plan.memory import peak_resident
 from megatron.fold3d.plan.verify import verify
 
 # Qi et al., Figure 3, top, which counts from 1: four ranks and eight micro-batches
@@ -22,32 +22,32 @@ ZB_H1 = [
 
 
 def planned(
-    order: Plan,
-    parts: str | Choice = "",
-    *,
-    shares: tuple[float, ...] = (),
-    forwards_before_gather: dict[int, int] | None = None,
-    offload: OffloadChoice | None = None,
-    **features: Any,
+    order: Plan, parts: str | Choice = "", *, transfers: bool = True, **fields: Any
 ) -> Plan:
-    """The plan of an order with what a word's parts choose, and the fields of `Features`."""
+    """The plan of an order with what a word's parts choose, and the fields of `Job`."""
     choice = parts
     if isinstance(choice, str):
         choice = Choice.parse(f"plan=it:{choice}" if choice else "plan=it", order.num_segments)
-    return lower(
-        order,
-        choice,
-        Features(**features),
-        shares=shares,
-        forwards_before_gather=forwards_before_gather,
-        offload=offload,
-    )
+    return lower(Job.of(order, choice, **fields), transfers=transfers)
 
 
 def verified(plan: Plan) -> Plan:
     """A plan, once it is known to run."""
     verify(plan)
     return plan
+
+
+def whole_at_once(plan: Plan, **bytes_each: float) -> tuple[int, ...]:
+    """Per rank, the most stages that are whole at once, of parameters or of gradients."""
+
+    def peak(rank: int) -> float:
+        own = range(rank, plan.num_stages, plan.num_ranks)
+        sizes = (bytes_each.get(name, 0.0) for name in ("parameters", "gradients"))
+        return peak_resident(
+            plan.programs[rank], *(dict.fromkeys(own, size) for size in sizes), replicas=10**6
+        )
+
+    return tuple(int(peak(rank)) for rank in range(plan.num_ranks))
 
 
 def deferred_grad_sync(order: Plan) -> Plan:

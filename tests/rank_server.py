@@ -5,12 +5,17 @@ that are started by a command line, as in SLURM's test, have all of it.
 """
 
 import gc
+import pkgutil
 import queue
 from argparse import ArgumentParser
+from importlib import import_module
 
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training import arguments
+
+import fold3d_patches
+from megatron.fold3d import runtime, training
 
 
 def build_parser_once() -> None:
@@ -28,6 +33,9 @@ def build_parser_once() -> None:
 
 
 build_parser_once()
+for package in (fold3d_patches, runtime, training):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        import_module(module.name)  # it has no effect (tests/test_dependency_rules.py)
 # Instead of 100,000 documents of 2,000 tokens each: 12 million samples to shuffle on each rank, of
 # which a test trains a few dozen.
 MockGPTLowLevelDataset.size = 1000

@@ -47,7 +47,6 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         ),
         ("plan --schedule aiao --pp 99999999 --microbatches 2", "no memory holds a plan of over"),
         ("plan --schedule 1f1b --pp 2 --segments 2 --microbatches 2", "use --segments 1"),
-        (f"{AIAO} --group-size 2", "no such flag any more; give --schedule interleaved:group=2"),
         ("plan --schedule interleaved:group=0 --pp 4 --microbatches 4", "give 4 or more"),
         (
             "plan --schedule afab:group=4 --pp 2 --microbatches 2",
@@ -65,11 +64,6 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         ("simulate --schedule aiao --pp 2 -- --lr 1", "no batch: give --global-batch-size"),
         ("simulate --schedule plan=x", "x: No such file or directory"),
         (f"{SIMULATE} --schedule aiao:wgrad=behind@0,2", "no segment 2, a rank holds 2; give some"),
-        (
-            f"{SIMULATE} --delay-weight-grads 1",
-            "no such flag any more; give --schedule ORDER:wgrad",
-        ),
-        (f"{SIMULATE} --p2p-s 0.1", "no such flag any more; give --seconds p2p=0.1"),
         (f"{SIMULATE} --seconds forward=-1", "'forward=-1': seconds are zero or more"),
         (f"{SIMULATE} --seconds p2p=nan", "'p2p=nan': seconds are zero or more"),
         (f"{SIMULATE} --seconds step=1", "'step=1': give some of forward, backward, recompute"),

@@ -19,6 +19,7 @@ from tests.end_to_end import (
     test_auto_schedule,
     test_backward_share,
     test_checkpoints,
+    test_delta_gather,
     test_equal_to_stock,
     test_measured_counts,
     test_offload,
@@ -66,6 +67,12 @@ def comparisons() -> Iterator[tuple[str, Sequence[str]]]:
     sharded = test_param_shards.SAVED
     for command in (test_checkpoints.saving, test_checkpoints.resuming):
         yield f"test_param_shards.py: {sharded}", command(sharded, test_param_shards.AIAO, folder)
+    for coded in test_delta_gather.ROWS:
+        yield f"test_delta_gather.py: {coded}", coded.command(coded.ours)
+    coded = test_delta_gather.SAVED
+    for _, resumes in test_delta_gather.RESUMED:
+        command = test_checkpoints.resuming(coded, resumes, folder)
+        yield f"test_delta_gather.py: {coded}", command
     for whole in (*test_replicated_optimizer.ROWS, test_replicated_optimizer.AUTO):
         yield f"test_replicated_optimizer.py: {whole}", whole.command(whole.ours)
     whole, alone = test_replicated_optimizer.SAVED, test_replicated_optimizer.ALONE

@@ -28,12 +28,12 @@ from fold3d_patches import compile_helpers
 assert compile_helpers.patch().target == "megatron.core.datasets.utils:compile_helpers"
 """,
     "An op": """
-from megatron.fold3d.plan.compile import Features, lower
+from megatron.fold3d.plan.compile import Job, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
 order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2)
-plan = lower(order, features=Features(gathers_params=True))
+plan = lower(Job.of(order, gathers_params=True))
 costs = dict(forward_s=(1.0, 1.0), backward_s=(2.0, 2.0))
 makespans = [
     simulate(plan, Costs(**costs, param_gather_s=(seconds,) * 2)).makespan_s for seconds in (0, 5)

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
 
@@ -24,7 +25,7 @@ ROOMS = {
     "policy": ("plan",),
     "config": ("plan", "policy"),
     "observe": ("plan",),
-    "runtime": ("plan", "policy", "config", "observe.trace_files", "observe.rank_exposure"),
+    "runtime": ("plan", "policy", "config", "observe.trace_files", "observe.exposure"),
     "predict": ("plan", "policy", "observe"),
     "commands": ("plan", "policy", "config", "observe", "predict"),
     "training": ("plan", "policy", "config", "observe", "runtime", "predict", "commands"),
@@ -74,9 +75,10 @@ MUST_NOT_LOAD = {
 }
 FOLDERS = list(ROOMS)
 
-# Runs in a fresh interpreter: imports some modules, then others, and tells what these changed.
+# Runs in a fresh interpreter. Each step imports some modules, which stay, and others in a copy of
+# the interpreter; it tells what these changed.
 PROBE = """
-import importlib, json, sys, threading
+import importlib, json, os, sys, threading
 
 def functions():
     upstream = [n for n in sys.modules if n.split(".")[0] in ("torch", "megatron")]
@@ -87,22 +89,32 @@ def functions():
         if callable(value)
     }
 
-first, second = json.loads(sys.argv[1])
-for name in first:
-    importlib.import_module(name)
-before, threads = functions(), set(threading.enumerate())
-for name in second:
-    importlib.import_module(name)
-after = functions()
-torch = sys.modules.get("torch")
-print(json.dumps({
-    "loaded": sorted(sys.modules),
-    "threads": [thread.name for thread in set(threading.enumerate()) - threads],
-    "patched": [key for key, value in before.items() if after.get(key) != value],
-    "devices": torch is not None and torch.cuda.is_initialized(),
-    "groups": torch is not None and torch.distributed.is_initialized(),
-}))
+for step, first, second in json.loads(sys.argv[1]):
+    for name in first:
+        importlib.import_module(name)
+    if os.fork():
+        os.wait()
+        continue
+    before, threads = functions(), set(threading.enumerate())
+    for name in second:
+        importlib.import_module(name)
+    after = functions()
+    torch = sys.modules.get("torch")
+    print(json.dumps([step, {
+        "loaded": sorted(sys.modules),
+        "threads": [thread.name for thread in set(threading.enumerate()) - threads],
+        "patched": [key for key, value in before.items() if after.get(key) != value],
+        "devices": torch is not None and torch.cuda.is_initialized(),
+        "groups": torch is not None and torch.distributed.is_initialized(),
+    }]), flush=True)
+    os._exit(0)
 """
+EVERYTHING = "all rooms and patches"
+# Before these steps; their rooms may load it.
+UPSTREAM = {
+    "runtime": ["torch", "megatron.core.distributed", "megatron.core.pipeline_parallel.schedules"],
+    "training": ["megatron.training.training"],
+}
 
 
 def files(folder: str) -> list[Path]:
@@ -115,18 +127,25 @@ def module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def probe(first: list[str], second: list[str]) -> dict[str, list[str]]:
+@pytest.fixture(scope="module")
+def probed() -> dict[str, dict[str, list[str]]]:
+    """What the import of each room changes, and of all with the patches."""
+    ours = {folder: [module(path) for path in files(folder)] for folder in FOLDERS}
+    light = [folder for folder in FOLDERS if folder not in UPSTREAM]
+    steps = [[folder, UPSTREAM.get(folder, []), ours[folder]] for folder in (*light, *UPSTREAM)]
+    patches = [module(path) for path in sorted((ROOT / "fold3d_patches").rglob("*.py"))]
+    steps.append([EVERYTHING, [], [*chain(*ours.values()), *patches]])
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROBE, json.dumps([first, second])],
+        [sys.executable, "-W", "ignore", "-c", PROBE, json.dumps(steps)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=250,
         check=False,
     )
-    assert result.returncode == 0, result.stderr
-    seen: dict[str, list[str]] = json.loads(result.stdout.splitlines()[-1])
-    return seen
+    told = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('["')]
+    assert len(told) == len(steps), result.stderr
+    return dict(told)
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -155,10 +174,31 @@ def test_a_file_names_only_what_its_folder_may(folder: str):
     assert foreign == set()
 
 
+class NotForTypes(ast.NodeTransformer):
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    everything = chain(*map(files, FOLDERS), (ROOT / "fold3d_patches").rglob("*.py"))
+    paths = {module(path): path for path in everything}
+
+    def needs(path: Path) -> Iterator[str]:
+        for node in ast.walk(NotForTypes().visit(ast.parse(path.read_text()))):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                named = [f"{node.module}.{alias.name}" for alias in node.names]
+                yield from (name if name in paths else str(node.module) for name in named)
+
+    circle = TopologicalSorter({name: {*needs(path)} - {name} for name, path in paths.items()})
+    circle.prepare()  # or raises CycleError, which names it
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_importing_a_folder_loads_only_what_it_may(folder: str):
-    loaded = probe([], [module(path) for path in files(folder)])["loaded"]
+def test_importing_a_folder_loads_only_what_it_may(probed, folder: str):
+    loaded = probed[folder]["loaded"]
     assert [name for name in loaded if is_within(name, MUST_NOT_LOAD[folder])] == []
 
 
@@ -188,24 +228,30 @@ def test_no_two_classes_have_one_name():
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("path", files("plan") + files("."), ids=module)
-def test_each_light_module_imports_on_its_own(path: Path):
-    assert module(path) in probe([], [module(path)])["loaded"]
+# Imports each module in a copy of a fresh interpreter, and names those for which that fails.
+EACH = """
+import importlib, os, sys
+
+for name in sys.argv[1:]:
+    if not os.fork():
+        importlib.import_module(name)
+        os._exit(0)
+    if os.wait()[1]:
+        print(name)
+"""
 
 
 @pytest.mark.processes
-def test_importing_starts_no_thread_and_patches_nothing():
-    upstream = [
-        "torch",
-        "torch.distributed",
-        "megatron.core.distributed",
-        "megatron.core.pipeline_parallel.schedules",
-        "megatron.training.training",
-    ]
-    patches = [module(path) for path in sorted((ROOT / "fold3d_patches").rglob("*.py"))]
-    ours = [module(path) for folder in FOLDERS for path in files(folder)]
-    seen = probe(upstream, ours + patches)
+def test_each_light_module_imports_on_its_own():
+    names = [module(path) for path in files("plan") + files(".")]
+    command = [sys.executable, "-c", EACH, *names, "no_such_module"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "no_such_module\n", done.stderr
+
+
+@pytest.mark.processes
+def test_importing_starts_no_thread_and_patches_nothing(probed):
+    seen = probed[EVERYTHING]
     assert (seen["threads"], seen["patched"]) == ([], [])
     assert (seen["devices"], seen["groups"]) == (False, False)
 
@@ -256,21 +302,6 @@ def test_plain_aiao_loads_no_feature_that_is_off_and_fewer_than_half_of_the_line
 
 @pytest.mark.gloo
 def test_a_gradient_of_a_carried_stage_passes_no_more_files():
-    (files,), *_ = run_distributed(called_files, 4, "gradient")
+    files, *_ = run_distributed(called_files, 4)
     assert "megatron/fold3d/runtime/grad_sync/partial_step.py" in files
     assert len(files) <= PASSED
-
-
-@pytest.mark.stress
-@pytest.mark.processes
-def test_the_files_that_a_gradient_passes_are_printed():
-    told = subprocess.run(
-        [sys.executable, ROOT / "scripts/loaded_lines.py", "--called"],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=True,
-    )
-    *files, total = told.stdout.splitlines()
-    assert "megatron/fold3d/runtime/grad_sync/partial_step.py" in files
-    assert total == f"{len(files)} files"

@@ -8,7 +8,7 @@ import sys
 import tomllib
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -42,6 +42,8 @@ class Command:
     page: str
     words: tuple[str, ...]
     output: str = ""
+    section: str = field(default="", repr=False)
+    """The text below the same heading, if that says what an indented command prints."""
 
     def __str__(self) -> str:
         return f"{self.page}: {' '.join(self.words)}"
@@ -57,10 +59,12 @@ def commands(page: Path) -> Iterator[Command]:
             asked, printed = (lines[:1], lines[1:]) if is_session else (lines, [])
             for line in asked:
                 yield Command(page.name, _words(line), "\n".join(printed).strip())
-    for block in INDENTED.findall(text):
-        for line in block.replace("\\\n", " ").splitlines():
-            if re.match(r"    (sudo|\S*python|torchrun|fold3d|sbatch|scripts/gpu.sh)( |$)", line):
-                yield Command(page.name, _words(line))
+    for section in re.split(r"^##", text, flags=re.M):
+        for block in INDENTED.findall(section):
+            for line in block.replace("\\\n", " ").splitlines():
+                programs = r"    (sudo|\S*python|torchrun|fold3d|sbatch|scripts/gpu.sh)( |$)"
+                if re.match(programs, line):
+                    yield Command(page.name, _words(line), section=section)
 
 
 def _words(line: str) -> tuple[str, ...]:
@@ -121,8 +125,28 @@ def _check_fold3d(
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+    for drawn in (word for word in words if word.startswith("docs/images/")):
+        assert (folder / drawn).read_bytes() == (ROOT / drawn).read_bytes(), "draw it anew"
     if command.output:
         assert _unpadded(done.stdout) == _unpadded(command.output)
+    for printed in re.findall(r"^iteration +(\S+) s$", done.stdout, re.M):
+        assert not command.section or _says(command.section, float(printed)), printed
+
+
+def _says(text: str, seconds: float) -> bool:
+    """Tell whether a text has a time, in seconds or milliseconds, with three digits or more."""
+    numbers = re.findall(r"(?<![\d.,@-])\d[\d.]*\d(?![\d,@-])", text)
+    for number in (n for n in numbers if len(n.replace(".", "").lstrip("0")) > 2):
+        decimals = len(number.partition(".")[2])
+        if float(number) in (round(seconds, decimals), round(1000 * seconds, decimals)):
+            return True
+    return False
+
+
+def test_a_time_is_said_if_it_is_there_as_printed():
+    assert _says("takes 1.17 s", 1.1674)
+    assert _says("| 0.5 | 1167 |", 1.1674)
+    assert not _says("0.783 s, of 1.1 s, 11.67 s", 1.1674)
 
 
 def _unpadded(text: str) -> list[str]:
@@ -304,6 +328,6 @@ def test_the_page_of_flags_has_a_row_for_every_flag_of_ours(parser: ArgumentPars
     )
     rows = re.findall(r"^(?:\| (?=`--)|### )(.*?)(?: \||$)", section, re.M)
     assert sorted(flag for row in rows for flag in re.findall(r"`(--[\w-]+)", row)) == ours
-    assert len(ours) == 14
+    assert len(ours) == 15
     for key in VALUES:
         assert f"`{key}=" in section

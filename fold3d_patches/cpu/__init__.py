@@ -5,8 +5,8 @@ from importlib import import_module
 from fold3d_patches.registry import Patch
 
 _MODULES = (
-    *("device_queries", "streams", "rng", "tensor_placement", "compiler", "initialize"),
-    *("all_gather", "data_loader", "layer_norm", "attention", "experts", "optimizer_state"),
+    *("device", "rng", "tensor_placement", "compiler", "initialize"),
+    *("all_gather", "data_loader", "local_layers", "optimizer_state"),
 )
 
 

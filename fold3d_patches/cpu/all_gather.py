@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _CoalescingManager
 
 from fold3d_patches.registry import Patch, replace
-from megatron.fold3d.runtime.torch_names import known_name, method_of
 
 
 def _one_by_one(
@@ -25,13 +24,12 @@ def _one_by_one(
     inputs: Sequence[torch.Tensor],
     *options: Any,
 ) -> _CoalescingManager:
-    works, gather = _CoalescingManager(), method_of(self, "all_gather_single")
+    works = _CoalescingManager()
     for whole, part in zip(outputs, inputs, strict=True):
-        works.append(gather(whole, part, *options))
+        works.append(self.all_gather_single(whole, part, *options))
     return works
 
 
 def patches() -> Iterator[Patch]:
     """Gathers of several tensors at once."""
-    name = known_name(dist.ProcessGroup, "all_gather_single_coalesced")
-    yield replace(f"torch.distributed:ProcessGroup.{name}", _one_by_one)
+    yield replace("torch.distributed:ProcessGroup.all_gather_single_coalesced", _one_by_one)

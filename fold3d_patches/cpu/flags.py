@@ -2,6 +2,8 @@
 
 from argparse import Namespace
 
+from megatron.fold3d.config.settings import asked
+
 # They go before the user's own words on the command line, so that the user's win.
 FLAGS = (
     "--distributed-backend=gloo",
@@ -16,6 +18,16 @@ FLAGS = (
     "--no-rope-fusion",
     "--cp-comm-type=all_gather",
 )
+_OF_GPUS = {
+    "--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph, --optimizer-cuda-graph": (
+        "a graph captures what CUDA does"
+    ),
+    "--gpu-sniff-test-interval": "it tests GPUs",
+    "--log-device-memory-used, --log-energy": "it asks a GPU's driver",
+    "--moe-router-fusion": "the kernel is Transformer Engine's",
+    "--nccl-communicator-config-path, --use-nccl-ub, --use-sharp": "it is for NCCL",
+    "--record-memory-history": "it records CUDA's allocator",
+}
 
 
 def check(args: Namespace) -> None:
@@ -54,7 +66,10 @@ def check(args: Namespace) -> None:
         "add --disable-bias-linear": (
             args.num_experts and args.add_bias_linear and args.tensor_model_parallel_size == 1
         ),
-        "--record-memory-history: records CUDA's allocator; drop it": args.record_memory_history,
     }
-    if problems := [f"with --device cpu, {problem}" for problem, there in found.items() if there]:
-        raise ValueError("\n".join(problems))
+    problems = [problem for problem, there in found.items() if there]
+    for flags, why in _OF_GPUS.items():
+        given = filter(None, (asked(args, flag) for flag in flags.split(", ")))
+        problems += [f"{flag}: {why}; drop it" for flag in given]
+    if problems:
+        raise ValueError("\n".join(f"with --device cpu, {problem}" for problem in problems))

@@ -19,23 +19,12 @@ from fold3d_patches.registry import Patch, replace
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 
-def get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    """Return the state of the default generator."""
-    return torch.get_rng_state()
-
-
-def set_rng_state(new_state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
-    """Set the state of the default generator."""
+def _set_state(new_state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
     torch.set_rng_state(new_state)
 
 
-def manual_seed(seed: int) -> None:
-    """Seed the default generator."""
-    torch.default_generator.manual_seed(seed)
-
-
 @contextmanager
-def fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+def _fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     """Draw from a named state inside the block."""
     if name not in self.states_:
         raise KeyError(f"no rng state {name!r}; the tracker has {sorted(self.states_)}")
@@ -55,24 +44,23 @@ def fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 def patches() -> tuple[Patch, ...]:
     """The generator's state, its seed, and the tracker that forks it."""
+    of_cuda = (
+        ("get_rng_state", lambda device=None: torch.get_rng_state(), "device"),
+        ("set_rng_state", _set_state, "new_state device"),
+        ("manual_seed", torch.default_generator.manual_seed, "seed"),
+    )
     return (
         *(
             replace(
-                f"torch.cuda.random:{ours.__name__}",
+                f"torch.cuda.random:{name}",
                 ours,
-                rebinds=(f"torch.cuda:{ours.__name__}",),
+                rebinds=(f"torch.cuda:{name}",),
                 parameters=parameters,
             )
-            for ours, parameters in (
-                (get_rng_state, "device"),
-                (set_rng_state, "new_state device"),
-                (manual_seed, "seed"),
-            )
+            for name, ours, parameters in of_cuda
         ),
         replace(
-            f"{_RANDOM}:_set_cuda_rng_state",
-            set_rng_state,
-            parameters="new_state device graph_safe",
+            f"{_RANDOM}:_set_cuda_rng_state", _set_state, parameters="new_state device graph_safe"
         ),
-        replace(f"{_RANDOM}:CudaRNGStatesTracker.fork", fork, parameters="self name"),
+        replace(f"{_RANDOM}:CudaRNGStatesTracker.fork", _fork, parameters="self name"),
     )

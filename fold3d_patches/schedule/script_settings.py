@@ -39,7 +39,7 @@ def _checked(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(upstream).bind(*args, **kwargs).arguments
     alone = given["process_non_loss_data_func"] if not given.get("non_loss_data_func") else None
     if problems := [*script_problems(get_model_config(given["model"][0]), alone)]:
-        from megatron.fold3d.training.launch import refuse
+        from megatron.fold3d.training.mistakes import refuse
 
         sys.exit(refuse(ValueError("\n".join(problems))))
     return upstream(*args, **kwargs)

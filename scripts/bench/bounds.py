@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from statistics import median
 
+from megatron.fold3d.commands.console import faster
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features, lower
+from megatron.fold3d.plan.compile import Job, lower
 from megatron.fold3d.plan.ir import stages_of
-from megatron.fold3d.plan.schedule_word import Segments
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
+from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.search.neighbours import units
 from megatron.fold3d.predict.simulator.lower_bound import Bounds
-from scripts.bench.predict import Job
+from scripts.bench.predict import Simulation
 from scripts.bench.summary import Run
 
 TITLES = (
-    *("cell", "strongest stock", "bound, no clip", "at most", "ours", "x"),
-    *("bound, clips", "at most", "ours", "x"),
+    *("cell", "stock, same layout", "bound, no clip", "at most", "ours", "gain"),
+    *("bound, clips", "at most", "ours", "gain"),
 )
 
 
@@ -35,7 +35,7 @@ class Least:
     clipped_ms: float
 
 
-def least(job: Job, num_segments: int) -> Least:
+def least(job: Simulation, num_segments: int) -> Least:
     """Return what no order with these model chunks is faster than."""
     found = list(_bounds(job, num_segments))
     times_s = ((b.sync_s or b.order_s, b.norm_s or b.order_s) for b in found)
@@ -43,7 +43,7 @@ def least(job: Job, num_segments: int) -> Least:
     return Least(free_s * 1e3, clipped_s * 1e3)
 
 
-def cells(job: Job, segment_counts: Sequence[int], runs: Sequence[Run]) -> list[str]:
+def cells(job: Simulation, segment_counts: Sequence[int], runs: Sequence[Run]) -> list[str]:
     """Return what follows the first of `TITLES`, or nothing if too little was measured.
 
     Computations take as long as in the fastest iteration of the same model chunks on links that are
@@ -70,12 +70,12 @@ def cells(job: Job, segment_counts: Sequence[int], runs: Sequence[Run]) -> list[
         name = f"chosen-s{segment_counts[-1]}"
         names = {f"{name}{ending}", f"{name}-do{ending}"}
         ours = [ms for variant, ms in shaped.items() if variant.name in names]
-        found += [f"{bound_ms:.0f}", f"{stock_ms / bound_ms:.2f}"]
-        found += [f"{min(ours):.0f}", f"{stock_ms / min(ours):.2f}"] if ours else ["-", "-"]
+        found += [f"{bound_ms:.0f}", faster(stock_ms / bound_ms - 1)]
+        found += [f"{min(ours):.0f}", faster(stock_ms / min(ours) - 1)] if ours else ["-", "-"]
     return found
 
 
-def _factor(job: Job, num_segments: int, runs: Sequence[Run]) -> float | None:
+def _factor(job: Simulation, num_segments: int, runs: Sequence[Run]) -> float | None:
     """Return how much longer iterations without shaped links are than simulated, if any ran."""
     found = []
     for run in runs:
@@ -90,8 +90,14 @@ def _factor(job: Job, num_segments: int, runs: Sequence[Run]) -> float | None:
     return max(1.0, min(found)) if found else None
 
 
-def _bounds(job: Job, num_segments: int) -> Iterator[Bounds]:
-    known = distributed(job, num_segments)
+def _bounds(job: Simulation, num_segments: int) -> Iterator[Bounds]:
+    known = estimate(
+        job.shape,
+        job.hosts,
+        replace(job.setup, distributed_optimizer=True),
+        num_ranks=job.num_ranks,
+        num_segments=num_segments,
+    )
     order = build(
         "aiao",
         num_ranks=job.num_ranks,
@@ -99,26 +105,9 @@ def _bounds(job: Job, num_segments: int) -> Iterator[Bounds]:
         num_microbatches=job.num_microbatches,
     )
     behind = Choice.plain("aiao", num_segments).changed(wgrad="behind")
-    plan = lower(order, behind, Features(reduces_early=True))
-    for segments in replicated_sets(job, num_segments):
-        costs = known.costs.with_replicated(stages_of(segments, job.num_ranks))
-        yield Bounds(plan, costs, known.nic_of_rank)
-
-
-def distributed(job: Job, num_segments: int) -> Estimate:
-    """Return the costs of a job with the distributed optimizer."""
-    return estimate(
-        job.shape,
-        job.hosts,
-        replace(job.setup, distributed_optimizer=True),
-        num_ranks=job.num_ranks,
-        num_segments=num_segments,
-    )
-
-
-def replicated_sets(job: Job, num_segments: int) -> Iterator[Segments]:
-    """Yield the segments that every replica may step in full, from none to all."""
+    plan = lower(Job.of(order, behind, reduces_early=True))
     choices = units(num_segments, tied=not job.shape.untied)
     for number in range(len(choices) + 1):
-        for some in combinations(choices, number):
-            yield tuple(chain.from_iterable(some))
+        for some in combinations(choices, number):  # that every replica steps in full
+            stages = stages_of(tuple(chain.from_iterable(some)), job.num_ranks)
+            yield Bounds(plan, known.costs.with_replicated(stages), known.nic_of_rank)

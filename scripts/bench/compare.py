@@ -12,21 +12,21 @@ time. The larger of the two is the lower bound that the table compares with.
 """
 
 import argparse
-import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.fold3d.observe import training_log
 from scripts.bench import summary, variants
 from scripts.bench.processes import RealTimeFlag
-from scripts.bench.runner import Bench, preload
+from scripts.bench.runner import Bench, paced, preload
 from scripts.bench.summary import Run
+from scripts.bench.tables import parser_of
 from scripts.bench.testbed import Link, TestbedError, end_on_signals, parse_rate, refuse
 from scripts.bench.variants import Job, Variant
 
@@ -71,17 +71,6 @@ def say(line: str) -> None:
 
 def _conditions(args: argparse.Namespace, runs: Sequence[Run]) -> str:
     """What must stand beside the table for its numbers to mean anything."""
-    pacing = "not paced"
-    if args.forward_ms or args.backward_ms:
-        pacing = (
-            f"paced by sleep: {args.forward_ms:g} ms forward, {args.backward_ms:g} ms backward each"
-        )
-    collectives = "gloo's own"
-    if args.nccl_order:
-        collectives = (
-            "gloo's, run one at a time per group in order of issue, reduce-scatter and all-gather "
-            "in rings of true volume"
-        )
     cpus = sorted(run.other_cpus for run in runs if not run.failure)
     load = f"{cpus[len(cpus) // 2]:.1f} (most {cpus[-1]:.1f})" if cpus else "unknown"
     priority = "before all other processes" if args.real_time else "as any process"
@@ -97,7 +86,9 @@ with queues of {args.queue_ms:g} ms; \
 {args.layers} layers of hidden size {args.hidden}, sequence {args.seq_length}, \
 {args.microbatches} micro-batches of {args.micro_batch_size}, fp32, \
 clip-grad {args.clip_grad:g}, {recompute} recompute, {embeddings} embeddings.
-- Layers: {pacing}. Collectives: {collectives}.
+- Layers: paced by sleep, {args.forward_ms:g} ms forward, {args.backward_ms:g} ms backward each. \
+Collectives: gloo's, run one at a time per group in order of issue, reduce-scatter and all-gather \
+in rings of true volume.
 - {args.rounds} rounds in turn, {timed} timed iterations each after {args.warmup}. Names with -do: \
 distributed optimizer. Bold: strongest stock. Compute: the same with links that are not shaped. \
 Link: what crosses the busiest link, at its rate."""
@@ -113,21 +104,8 @@ def _cpu_model() -> str:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    job = parser.add_argument_group("the job")
-    job.add_argument("--pp", type=int, default=2, help="ranks of a pipeline (2)")
-    job.add_argument("--dp", type=int, default=2, help="data-parallel size (2)")
-    job.add_argument("--layers", type=int, default=16, help="(16)")
-    job.add_argument("--hidden", type=int, default=256, help="(256)")
-    job.add_argument("--seq-length", type=int, default=32, help="(32)")
-    job.add_argument("--microbatches", type=int, default=8, help="per iteration and pipeline (8)")
-    job.add_argument("--micro-batch-size", type=int, default=1, help="(1)")
-    job.add_argument("--clip-grad", type=float, default=1.0, help="(1.0)")
-    job.add_argument("--recompute", action="store_true", help="recompute every layer")
-    job.add_argument("--untied", action="store_true", help="untie the word embeddings")
-    job.add_argument("--vocab-size", type=int, default=127, help="Megatron pads it (127)")
+    parser = parser_of(__doc__)
+    variants.add_job_options(parser.add_argument_group("the job"), Job())
     links = parser.add_argument_group("the testbed")
     links.add_argument("--rate", default="200mbit", help="of each link, or unshaped (200mbit)")
     links.add_argument("--delay-ms", type=float, default=0.0, help="one way, on each link (0)")
@@ -136,13 +114,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     links.add_argument("--forward-ms", type=float, default=6.0, help="of a paced layer (6)")
     links.add_argument("--backward-ms", type=float, default=12.0, help="of a paced layer (12)")
-    links.add_argument("--no-pacing", action="store_true", help="layers as fast as the CPU is")
-    links.add_argument(
-        "--gloo-order",
-        dest="nccl_order",
-        action="store_false",
-        help="leave gloo's collectives as they are, instead of NCCL's order and volume",
-    )
     links.add_argument(
         "--real-time",
         action=RealTimeFlag,
@@ -170,15 +141,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     what.add_argument(
         "--keep", type=int, help="after round 1 go on with this many stock variants, the fastest"
     )
-    what.add_argument("--iterations", type=int, default=12, help="of each run (12)")
     what.add_argument("--warmup", type=int, default=4, help="iterations left out (4)")
     what.add_argument("--timeout-s", type=float, default=600.0, help="of each run (600)")
     what.add_argument("--logs", type=Path, default=_ROOT / "out/bench", help="(out/bench)")
-    what.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
-    args = parser.parse_args(argv)
-    if args.no_pacing:
-        args.forward_ms = args.backward_ms = 0.0
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -202,18 +168,7 @@ def main(argv: Sequence[str]) -> int:
     found = summary.rows(runs, parse_rate(args.rate))
     largest, differing = summary.loss_disagreements(runs)
     failures = [f"{run.variant.name}: {run.failure}" for run in runs if run.failure]
-    conditions = _conditions(args, runs)
-    if args.json:
-        report = {
-            "arguments": {key: str(value) for key, value in vars(args).items()},
-            "conditions": conditions,
-            "runs": [asdict(run) for run in runs],
-            "rows": [asdict(row) | {"bound_ms": row.bound_ms} for row in found],
-            "largest_loss_difference": largest,
-            "problems": differing + failures,
-        }
-        args.json.write_text(json.dumps(report, indent=1, default=str))
-    print(f"{conditions}\n\n{summary.table(found)}\n")
+    print(f"{_conditions(args, runs)}\n\n{summary.table(found)}\n")
     print(f"Losses of {len(runs) - len(failures)} runs agree to {largest:.1e}.")
     for problem in differing + failures:
         print(f"compare.py: {problem}", file=sys.stderr)
@@ -221,25 +176,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _read(args: argparse.Namespace) -> tuple[Bench, list[Variant]]:
-    job = Job(
-        num_ranks=args.pp,
-        data_parallel=args.dp,
-        num_microbatches=args.microbatches,
-        num_layers=args.layers,
-        hidden_size=args.hidden,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        num_iterations=args.iterations,
-        clip_grad=args.clip_grad,
-        recompute=args.recompute,
-        untied=args.untied,
-        vocab_size=args.vocab_size,
-    )
-    rank_flags = [f"--forward-ms={args.forward_ms}", f"--backward-ms={args.backward_ms}"]
+    job = variants.job_of(args, Job())
     bench = Bench(
         job=job,
         link=Link(parse_rate(args.rate), args.delay_ms, queue_ms=args.queue_ms),
-        rank_flags=(*rank_flags, *(["--nccl-order"] if args.nccl_order else [])),
+        rank_flags=paced(args.forward_ms, args.backward_ms),
         warmup=args.warmup,
         real_time=args.real_time,
         timeout_s=args.timeout_s,
@@ -253,13 +194,8 @@ def _read(args: argparse.Namespace) -> tuple[Bench, list[Variant]]:
     checkout = args.checkout.resolve()
     if not (checkout / ".venv/bin/python").is_file():
         raise ValueError(f"--checkout {checkout}: found no .venv/bin/python there; make it there")
-    return bench, [each for variant in chosen for each in _with_checkout(variant, checkout)]
-
-
-def _with_checkout(variant: Variant, checkout: Path) -> Iterator[Variant]:
-    yield variant
-    if not variant.is_stock:
-        yield replace(variant, name=f"{variant.name}@{checkout.name}", checkout=checkout)
+    before = [replace(v, name=f"{v.name}@{checkout.name}", checkout=checkout) for v in chosen]
+    return bench, [*chosen, *(variant for variant in before if not variant.is_stock)]
 
 
 if __name__ == "__main__":

@@ -2,26 +2,27 @@
 
     sudo .venv/bin/python -m scripts.bench.expert_pairs
 
-Every rank is a host of a testbed. Attention and experts are paced by sleep (`expert_pacing`). A
+Every rank is a host of a testbed. Attention and experts are paced by sleep (`half_layer_pacing`). A
 cell has chunks of some layers, and links on which a layer's all-to-alls, forward and backward, take
 a given share of its paced compute if routing is balanced. Variants run in turn.
 
-Of a row, `stock` is the strongest stock's time by the variant's. `work` is the variant's time by
-that of a rank whose computations hide what it sends, or are hidden by it, and `bound` by the same
-with the bubble of pairs. `error` is that of the simulator, which knows from a run on free links how
-long the computations of `aiao` take, and the rest from the sizes of the job.
+Of a row, `to stock` is by how much it is faster than stock in the same layout. `bound` is the
+variant's time by that of ranks whose computations hide what they send, or are hidden by it, with
+the bubble of pairs. `error` is that of the simulator, which knows from a run on free links how long
+the computations of `aiao` take, and the rest from the sizes of the job.
 """
 
 import argparse
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.fold3d.commands.console import faster
 from megatron.fold3d.observe.trace_files import read_ranks
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import cluster
@@ -30,8 +31,9 @@ from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from scripts.bench.runner import Bench, preload
-from scripts.bench.testbed import Link, TestbedError, end_on_signals, refuse
+from scripts.bench.runner import Bench
+from scripts.bench.tables import parser_of, print_table
+from scripts.bench.testbed import Link
 from scripts.bench.variants import Job, Variant
 
 _TOPK, _EXPERTS, _WIDTH = 4, 8, 64
@@ -97,15 +99,11 @@ class Cell:
         self.layers, self._args = layers, args
         self.job = Job(
             num_ranks=_RANKS,
-            data_parallel=2,
             num_microbatches=args.microbatches,
             num_layers=2 * _RANKS * layers,
             hidden_size=128,
             seq_length=256,
-            micro_batch_size=1,
             num_iterations=args.iterations,
-            clip_grad=1.0,
-            recompute=False,
         )
         # Half of the tokens stay at home; of four all-to-alls each may take a share of 1.5 halves.
         sent_bits = 8 * 4 * self.job.seq_length * _TOPK * self.job.hidden_size / 2
@@ -115,10 +113,8 @@ class Cell:
             link=Link(
                 self.rate, short_first=True, queue_ms=args.queue_ms, burst_bytes=_BURST_BYTES
             ),
-            rank_flags=("--half-ms", str(args.half_ms), "--nccl-order"),
-            warmup=2,
+            rank_flags=("--half-ms", str(args.half_ms), "--experts", "--nccl-order"),
             real_time=True,
-            timeout_s=300.0,
             logs=args.logs / f"{layers}-layers-{share:g}",
         )
 
@@ -163,8 +159,8 @@ class Cell:
         known = self._estimate(first, free, bits_per_s=_FREE)
         return 1e3 * simulated_s + free.iteration_ms - 1e3 * timeline_of(first, known).period_s
 
-    def bounds(self, free: "Free") -> tuple[float, float]:
-        """Return the milliseconds of a rank's work, and with the bubble of pairs."""
+    def bound(self, free: "Free") -> float:
+        """Return the milliseconds of pairs whose computations hide what their rank sends."""
         candidate = replace(
             VARIANTS["aiao in pairs"][1], num_microbatches=self.job.num_microbatches
         )
@@ -173,15 +169,13 @@ class Cell:
         forward_s, backward_s = (
             tuple(map(max, times_s, sent_s)) for times_s in (free.forward_s, free.backward_s)
         )
-        of_ranks = [sum((*forward_s[rank::2], *backward_s[rank::2])) for rank in range(_RANKS)]
         costs = replace(
             self._estimate(candidate, free, bits_per_s=_FREE).costs,
             forward_s=forward_s,
             backward_s=backward_s,
             ep_sync_s=(),
         )
-        bound_s = timeline_of(candidate, replace(known, costs=costs)).period_s
-        return 1e3 * self.job.num_microbatches * max(of_ranks), 1e3 * bound_s
+        return 1e3 * timeline_of(candidate, replace(known, costs=costs)).period_s
 
     def _estimate(
         self, candidate: Candidate, free: "Free", bits_per_s: float | None = None
@@ -218,18 +212,15 @@ class Cell:
 
     def _run(self, name: str, number: int, losses: set[float], more: str = "") -> list[float]:
         flags = f"{EXPERTS} {VARIANTS[name][0]} {more}"
-        run = self.bench.run(Variant(name.replace(" ", "-"), tuple(flags.split())), number)
-        if run.failure:
-            raise ValueError(f"{name}: {run.failure}")
+        variant = Variant(name.replace(" ", "-"), tuple(flags.split()))
+        run = self.bench.measured(variant, number)
         losses.add(run.iterations[-1].loss or 0.0)
         return list(run.times_ms)
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a table with a row per cell and variant."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shares", nargs="+", type=float, default=[0.2, 0.5, 1.0])
     parser.add_argument("--layers", nargs="+", type=int, default=[1, 4], help="of a chunk (1 4)")
     parser.add_argument("--half-ms", type=float, default=60.0, help="forward of half a layer (60)")
@@ -239,28 +230,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=1, help="(1)")
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     args = parser.parse_args(argv)
-    print("| layers | share | variant | ms | stock | work | bound | simulated | error |")
-    print("|--:|--:|---|--:|--:|--:|--:|--:|--:|")
-    try:
-        preload()
-        for layers in args.layers:
-            free = Cell(args, layers, 1.0).free()
-            for share in args.shares:
-                cell = Cell(args, layers, share)
-                work_ms, bound_ms = cell.bounds(free)
-                measured = cell.measured()
-                stock = min(ms for name, ms in measured.items() if name.startswith("stock"))
-                for name, ms in measured.items():
-                    of = f"{stock / ms:.2f} | {ms / work_ms:.2f} | {ms / bound_ms:.2f}"
-                    simulated_ms = cell.simulated(name, free)
-                    error = f"{simulated_ms:.0f} | {simulated_ms / ms - 1:+.1%}"
-                    row = f"| {layers} | {share:.0%} | {name} | {ms:.0f} | {of} | {error} |"
-                    print(row, flush=True)
-    except (TestbedError, ValueError) as error:
-        return refuse("expert_pairs.py", error)
-    return 0
+    titles = ("layers", "share", "variant", "ms", "to stock", "bound", "simulated", "error")
+    return print_table("expert_pairs.py", titles, rows(args))
+
+
+def rows(args: argparse.Namespace) -> Iterator[Sequence[str]]:
+    """Yield a line for each variant of a cell, when all of the cell have run."""
+    for layers in args.layers:
+        free = Cell(args, layers, 1.0).free()
+        for share in args.shares:
+            cell = Cell(args, layers, share)
+            bound_ms = cell.bound(free)
+            measured = cell.measured()
+            stock = min(ms for name, ms in measured.items() if name.startswith("stock"))
+            for name, ms in measured.items():
+                simulated_ms = cell.simulated(name, free)
+                yield (
+                    *(f"{layers}", f"{share:.0%}", name, f"{ms:.0f}"),
+                    *(faster(stock / ms - 1), f"{ms / bound_ms:.2f}"),
+                    *(f"{simulated_ms:.0f}", f"{simulated_ms / ms - 1:+.1%}"),
+                )
 
 
 if __name__ == "__main__":
-    end_on_signals()
     sys.exit(main(sys.argv[1:]))

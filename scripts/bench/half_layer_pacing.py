@@ -1,9 +1,11 @@
-"""Patch ``SelfAttention.forward`` and ``MLP.forward`` of ``megatron.core.transformer``.
+"""Patch ``Attention.forward``, and ``MLP.forward`` or ``SequentialMLP.forward`` of Megatron-core.
 
 Why: ranks that share a few CPU cores disturb each other, and a layer is too large a unit to pace
     where two micro-batches take turns inside it.
 Change: each half of a layer sleeps before it computes, and once more behind its backward. A rank
-    that sleeps counts as computing: it keeps what it computes with to itself.
+    that sleeps counts as computing: it keeps what it computes with to itself. With experts the
+    second half is all local ones together; routing, permutation and the all-to-alls are real, and
+    not slept.
 Remove when: every rank of the bench has an accelerator of its own.
 """
 
@@ -31,7 +33,7 @@ class _Slow(torch.autograd.Function):
         return grad, None, None
 
 
-def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
+def patches(forward_s: float, backward_s: float, *, experts: bool) -> tuple[Patch, ...]:
     """Let each half of a layer sleep; the times are those of one micro-batch."""
 
     def pace(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +44,8 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
         return forward
 
     transformer = "megatron.core.transformer"
+    second = "moe.experts:SequentialMLP" if experts else "mlp:MLP"
     return (
         Patch(target=f"{transformer}.attention:Attention.forward", make=pace),
-        Patch(target=f"{transformer}.mlp:MLP.forward", make=pace),
+        Patch(target=f"{transformer}.{second}.forward", make=pace),
     )

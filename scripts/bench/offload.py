@@ -10,9 +10,8 @@ rank of an AIAO pipeline over layers recomputed in backward: what arrives is ran
 is dropped. The layers are one tensor-parallel rank's share of a transformer's, without its
 collectives. Four ways to keep what is saved take turns, iteration by iteration: on the device,
 `Offloader`, torch's ``save_on_cpu``, and on the device under 1F1B, which AIAO is to be as small as.
-Megatron's own offload is asked whether it would run such a rank, and its answer is shown. `copies`
-needs a GPU: batched, kernel and single copies of many sizes, against one large copy. Training
-makes batched ones, so `copies` fails where another way is more than 5% faster.
+`copies` needs a GPU: batched, kernel and single copies of many sizes, against one large copy.
+Training makes batched ones, so `copies` fails where another way is more than 5% faster.
 """
 
 import argparse
@@ -29,14 +28,13 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
-from megatron.core.transformer import TransformerConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.ir import Action, Plan, Program
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.ops import TABLE, Place
@@ -170,9 +168,7 @@ class Way:
         )
         if name == "offload":
             config = Fold3DConfig(
-                choice=Choice.plain(args.schedule, args.segments),
-                features=Features(),
-                num_ranks=args.ranks,
+                job=Job(choice=Choice.plain(args.schedule, args.segments), num_ranks=args.ranks),
                 device=args.device,
                 distributed_timeout_minutes=1,
                 offload_activations="on",
@@ -259,8 +255,6 @@ def run_rank(args: argparse.Namespace) -> int:
     if "offload" in ways:
         _report(rank, ways["offload"], args)
         _compare(ways)
-    for flag, answer in _megatrons_own(args).items():
-        print(f"Megatron's {flag}: {answer}")
     return 0
 
 
@@ -312,36 +306,6 @@ def _compare(ways: dict[str, Way]) -> None:
     if "1f1b" in ways and ours.device_bytes and ways["1f1b"].device_bytes:
         ratio = ours.device_bytes / ways["1f1b"].device_bytes
         print(f"device memory: {ratio:.3f} of 1F1B's (goal: at most 1.05)")
-
-
-def _megatrons_own(args: argparse.Namespace) -> dict[str, str]:
-    """Ask the installed Megatron whether it would offload such a rank's activations itself."""
-    common: dict[str, Any] = {
-        "num_layers": args.layers * args.segments * args.ranks,
-        "hidden_size": args.hidden_size,
-        "num_attention_heads": args.heads,
-        "pipeline_dtype": torch.bfloat16,
-        "cpu_offloading": True,
-        "cpu_offloading_num_layers": 1,
-    }
-    pipeline = {"pipeline_model_parallel_size": args.ranks}
-    recomputation = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
-    return {
-        "--cpu-offloading-num-layers in a pipeline": _answer(**common, **pipeline),
-        "--cpu-offloading-num-layers with recomputation": _answer(**common, **recomputation),
-    }
-
-
-def _answer(**options: Any) -> str:
-    try:
-        TransformerConfig(**options)
-    except (ValueError, AssertionError) as error:
-        return f"refused: {error}"
-    return "accepted: compare with it"
 
 
 def run_copies(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Cells of the grid in which ranks wait for transfers and in the bubble, not for DP.sync.
 
 Round 1 sweeps stock's configurations: 1F1B, and two and four segments with groups of every size.
-The fastest goes on, and ours runs in the same layout beside it. Messages are as large as a link's
+The fastest goes on beside ours, which has one segment. Messages are as large as a link's
 buffers are not: what a sender waits for is the wire.
 """
 
@@ -9,47 +9,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
+from typing import ClassVar
 
+from megatron.fold3d.commands.console import faster
 from megatron.fold3d.observe.training_log import Spread
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.lower_bound import Bounds
 from scripts.bench import variants
-from scripts.bench.summary import Run
+from scripts.bench.cells import Cell
+from scripts.bench.summary import Run, markdown
+from scripts.bench.testbed import Link
 from scripts.bench.variants import DEFAULT, Job, Variant
 
 _LAYERS_OF_A_RANK, _SEGMENTS = 4, (2, 4)
 _MESSAGE_BYTES = 4 * 16 * 64 * 64  # fp32, 16 sequences of 64 tokens, hidden size 64
 _FORWARD_MS, _BACKWARD_MS = 9, 18  # of a layer: four ranks on two cores keep this pace
+_CHOOSES_ITS_ORDER = 9  # iterations until what `auto` measures holds
 
 _OVERLAPS = ("--overlap-grad-reduce",)
 AHEAD = Variant("1f1b-ahead", ("--schedule", "1f1b:ahead=auto", *_OVERLAPS))
 PLACED = Variant("1f1b-placed", ("--schedule", "1f1b:ahead=auto:wgrad=gaps", *_OVERLAPS))
 
 
-def slower_than(slow_down: float) -> str:
-    """Return what the name of a cell begins with; runs that are kept go by it."""
-    return "" if slow_down == 1 else f"{slow_down:g} times slower: "
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class PipelineCell(Cell):
     """A job and its links. ``transfer`` is what a message takes of a stage's computation."""
 
-    num_ranks: int
-    data_parallel: int
     num_microbatches: int
     transfer: float
-    recompute: bool
-    slow_down: float = 1.0
+    first_round: ClassVar[int] = 1
 
     @property
     def name(self) -> str:
         """As the table has it."""
-        recompute = ", recompute" if self.recompute else ""
-        sizes = f"pp={self.num_ranks} x dp={self.data_parallel}{recompute}"
-        slower = slower_than(self.slow_down)
-        return f"{slower}{sizes}, m={self.num_microbatches}, {self.transfer:.0%}"
+        return f"{self.sizes}, m={self.num_microbatches}, {self.transfer:.0%}"
 
     @property
     def layer_ms(self) -> tuple[float, float]:
@@ -64,9 +58,10 @@ class Cell:
         return _LAYERS_OF_A_RANK * (forward_ms * (1 + self.recompute) + backward_ms)
 
     @property
-    def rate_bit_s(self) -> float:
-        """Rate of the links."""
-        return _MESSAGE_BYTES * 8 / (self.transfer * self.stage_ms * 1e-3)
+    def link(self) -> Link:
+        """Of each host; a message may wait for another."""
+        transfer_ms = self.transfer * self.stage_ms
+        return Link(_MESSAGE_BYTES * 8e3 / transfer_ms, queue_ms=transfer_ms)
 
     @property
     def costs(self) -> Costs:
@@ -91,8 +86,9 @@ class Cell:
         )
         return Bounds(order, self.costs).order_s * 1e3
 
-    def job(self, num_iterations: int = 0) -> Job:
-        """Return the job: many tokens through narrow layers, for large messages."""
+    @property
+    def job(self) -> Job:
+        """What is trained: many tokens through narrow layers, for large messages."""
         return Job(
             num_ranks=self.num_ranks,
             data_parallel=self.data_parallel,
@@ -101,14 +97,31 @@ class Cell:
             hidden_size=64,
             seq_length=64,
             micro_batch_size=16,
-            num_iterations=num_iterations,
-            clip_grad=1.0,
             recompute=self.recompute,
         )
 
+    def swept(self) -> list[Variant]:
+        """Return stock's configurations, its default first."""
+        groups = self.job.group_sizes
+        names = {f"stock-v{segments}-n{group}" for segments in _SEGMENTS for group in groups}
+        if self.data_parallel > 1:
+            names.add("stock-1f1b-overlap")
+        return [DEFAULT, *(v for v in variants.known(self.job) if v.name in names)]
+
+    def chosen(self, number: int, runs: Sequence[Run]) -> list[Variant]:
+        """Return what runs in a round, counted from 1, by what has run before."""
+        if number == 1:
+            return [*self.swept(), AHEAD, PLACED]
+        best = strongest(runs)
+        return [*dict.fromkeys((DEFAULT, best)), AHEAD, PLACED]
+
+    def warmup(self, variant: Variant) -> int:
+        """Return how many iterations of a variant are not timed."""
+        return _CHOOSES_ITS_ORDER if "auto" in variant.flags else 2
+
 
 CELLS = tuple(
-    Cell(
+    PipelineCell(
         num_ranks=num_ranks,
         data_parallel=data_parallel,
         num_microbatches=rounds * num_ranks,
@@ -121,25 +134,6 @@ CELLS = tuple(
 )
 
 
-def swept(cell: Cell) -> list[Variant]:
-    """Return stock's configurations, its default first."""
-    names = {
-        f"stock-v{segments}-n{group}" for segments in _SEGMENTS for group in cell.job().group_sizes
-    }
-    if cell.data_parallel > 1:
-        names.add("stock-1f1b-overlap")
-    return [DEFAULT, *(v for v in variants.known(cell.job()) if v.name in names)]
-
-
-def same_layout(stock: Variant) -> Variant:
-    """Return ours in the layout of one of stock's: its segments, and its groups."""
-    if "--num-virtual-stages-per-pipeline-rank" not in stock.flags:
-        return Variant("1f1b", ("--schedule", "1f1b", *_OVERLAPS))
-    return Variant(
-        stock.name.replace("stock", "interleaved"), ("--schedule", "interleaved", *stock.flags)
-    )
-
-
 def strongest(runs: Sequence[Run]) -> Variant:
     """Return stock's fastest in the first round; its default if none ended well."""
     first = [run for run in runs if run.round == 1 and run.variant.is_stock and not run.failure]
@@ -147,42 +141,28 @@ def strongest(runs: Sequence[Run]) -> Variant:
     return first[0].variant if first else DEFAULT
 
 
-def chosen(cell: Cell, number: int, runs: Sequence[Run]) -> list[Variant]:
-    """Return what runs in a round, counted from 1, by what has run before."""
-    if number == 1:
-        return [*swept(cell), AHEAD, PLACED]
-    best = strongest(runs)
-    return [*dict.fromkeys((DEFAULT, best)), same_layout(best), AHEAD, PLACED]
-
-
-def table(found: Sequence[tuple[Cell, Sequence[Run]]]) -> str:
+def table(found: Sequence[tuple[PipelineCell, Sequence[Run]]]) -> str:
     """Spell cells as Markdown, a line each; times are medians in ms."""
-    titles = ["cell", "stock default", "strongest stock", "ours, same layout", "forwards ahead"]
-    titles += ["and weight gradients", "bound", "x default", "x strongest", "same layout x stock"]
-    titles += ["of the bound"]
-    lines = [f"| {' | '.join(titles)} |", "|---" + "|--:" * (len(titles) - 1) + "|"]
-    for cell, runs in found:
-        if cells := _cells(cell, runs):
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    titles = ["cell", "stock default", "stock, same layout", "ahead", "and weight gradients"]
+    titles += ["bound", "to stock, same layout", "to its default", "of the bound"]
+    return "\n".join(markdown(titles, filter(None, (_cells(*each) for each in found))))
 
 
-def _cells(cell: Cell, runs: Sequence[Run]) -> list[str]:
+def _cells(cell: PipelineCell, runs: Sequence[Run]) -> list[str]:
     best = strongest(runs)
-    alike = same_layout(best)
-    default, fastest, same, ahead, placed = (
-        _median_ms(runs, variant) for variant in (DEFAULT, best, alike, AHEAD, PLACED)
+    default, fastest, ahead, placed = (
+        _median_ms(runs, variant) for variant in (DEFAULT, best, AHEAD, PLACED)
     )
     if default is None or fastest is None:
         return []
-    ours = min((ms for ms in (same, ahead, placed) if ms is not None), default=None)
+    ours = min((ms for ms in (ahead, placed) if ms is not None), default=None)
     return [
         cell.name,
         f"{default:.0f}",
         f"{fastest:.0f} ({best.name.removeprefix('stock-')})",
-        *("-" if ms is None else f"{ms:.0f}" for ms in (same, ahead, placed)),
+        *("-" if ms is None else f"{ms:.0f}" for ms in (ahead, placed)),
         f"{cell.bound_ms:.0f}",
-        *(_ratio(*pair) for pair in ((default, ours), (fastest, ours), (fastest, same))),
+        *("-" if ours is None else faster(ms / ours - 1) for ms in (fastest, default)),
         _ratio(ours, cell.bound_ms),
     ]
 

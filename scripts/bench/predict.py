@@ -1,33 +1,30 @@
-"""Predict what ``compare.py --json FILE`` has measured, variant by variant.
+"""What the simulator says of the runs of a comparison, variant by variant.
 
-    .venv/bin/python -m scripts.bench.predict FILE
-
-The costs are those of the job and the links that the file names. One number is measured, what an
-iteration of stock's default takes without shaped links: what that is above its simulation is an
-iteration's overhead, the same for every variant. Exits with 1 if a prediction is off by over 10 %.
+The costs are those of the job and the links. One number is measured, what an iteration of stock's
+default takes without shaped links: what that is above its simulation is an iteration's overhead,
+the same for every variant.
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Self
 
 from megatron.fold3d.config.schedule_flags import add_schedule_word, word_of
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.schedule_word import STOCK
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
-from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from scripts.bench.testbed import parse_rate
-from scripts.bench.variants import DEFAULT
+from scripts.bench import summary
+from scripts.bench.summary import markdown
+from scripts.bench.testbed import Link
+from scripts.bench.variants import Job
 
-LIMIT = 0.1
 _UNSHAPED_BYTES_PER_S = 1e12
 
 
@@ -46,8 +43,8 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What all variants train, on what: from the arguments that `compare` was given."""
+class Simulation:
+    """What all variants train, on what."""
 
     shape: ModelShape
     hosts: Cluster
@@ -56,53 +53,52 @@ class Job:
     setup: Setup
 
     @classmethod
-    def read(cls, arguments: dict[str, str]) -> "Job":
-        """Read the ``arguments`` of a report.
+    def of(cls, job: Job, layer_ms: tuple[float, float], link: Link) -> Self:
+        """Return the simulation of a job, whose layers are paced, on links.
 
         Raises:
             ValueError: layers were not paced, so nothing tells how long they take.
         """
-        number = {key: float(value) for key, value in arguments.items() if _is_number(value)}
-        if not number["forward_ms"] or number["backward_ms"] != 2 * number["forward_ms"]:
+        forward_ms, backward_ms = layer_ms
+        if not forward_ms or backward_ms != 2 * forward_ms:
             raise ValueError(
-                f"layers were paced to {arguments['forward_ms']} ms forward and "
-                f"{arguments['backward_ms']} ms backward; predicted are jobs whose layers take "
-                "twice as long backward as forward"
+                f"layers were paced to {forward_ms} ms forward and {backward_ms} ms backward; "
+                "predicted are jobs whose layers take twice as long backward as forward"
             )
         shape = replace(
             SHAPES["testbed"],
-            num_layers=int(number["layers"]),
-            hidden_size=int(number["hidden"]),
-            num_attention_heads=max(1, int(number["hidden"]) // 64),
-            seq_length=int(number["seq_length"]),
-            untied=arguments["untied"] == "True",
+            num_layers=job.num_layers,
+            hidden_size=job.hidden_size,
+            num_attention_heads=max(1, job.hidden_size // 64),
+            seq_length=job.seq_length,
+            untied=job.untied,
         )
-        pp, dp, size = (int(number[key]) for key in ("pp", "dp", "micro_batch_size"))
-        host = replace(
-            cluster(f"testbedx{pp * dp}"),
-            gpu_flops_per_s=size * shape.layer_flops(0) / number["forward_ms"] * 1e3,
-            nic_bytes_per_s=(parse_rate(arguments["rate"]) or _UNSHAPED_BYTES_PER_S) / 8,
+        flops = job.micro_batch_size * shape.layer_flops(0)
+        host = cluster(f"testbedx{job.world_size}")
+        hosts = replace(
+            host,
+            gpu_flops_per_s=flops / forward_ms * 1e3,
+            nic_bytes_per_s=(link.rate_bit_s or _UNSHAPED_BYTES_PER_S) / 8,
+            nic_latency_s=host.nic_latency_s + 2 * link.delay_ms / 1e3,
         )
-        delay_s = number["delay_ms"] / 1e3
         setup = Setup(
-            data_parallel=dp,
-            microbatch_size=size,
-            recompute="full" if arguments["recompute"] == "True" else "none",
+            data_parallel=job.data_parallel,
+            microbatch_size=job.micro_batch_size,
+            recompute="full" if job.recompute else "none",
             fp32=True,
         )
-        host = replace(host, nic_latency_s=host.nic_latency_s + 2 * delay_s)
-        return cls(shape, host, pp, int(number["microbatches"]), setup)
+        return cls(shape, hosts, job.num_ranks, job.num_microbatches, setup)
 
     @property
-    def unshaped(self) -> "Job":
+    def unshaped(self) -> Self:
         """The same on links that nothing waits for."""
         return replace(self, hosts=replace(self.hosts, nic_bytes_per_s=_UNSHAPED_BYTES_PER_S))
 
-    def with_overhead(self, overhead_ms: float) -> "Job":
+    def with_overhead(self, overhead_ms: float) -> Self:
         """The same with an overhead per iteration."""
         return replace(self, hosts=replace(self.hosts, iteration_overhead_s=overhead_ms / 1e3))
 
-    def slower(self, factor: float) -> "Job":
+    def slower(self, factor: float) -> Self:
         """The same with computations that take ``factor`` times as long."""
         flops_per_s = self.hosts.gpu_flops_per_s / factor
         return replace(self, hosts=replace(self.hosts, gpu_flops_per_s=flops_per_s))
@@ -114,13 +110,7 @@ class Job:
             ValueError: the planner knows no such variant.
         """
         candidate = self.candidate(flags)
-        known = estimate(
-            self.shape,
-            self.hosts,
-            candidate.setup,
-            num_ranks=self.num_ranks,
-            num_segments=candidate.num_segments,
-        )
+        known = estimate_of(self.shape, self.hosts, candidate)
         return timeline_of(candidate, known).period_s * 1e3
 
     def candidate(self, flags: Sequence[str]) -> Candidate:
@@ -161,55 +151,33 @@ class Job:
         )
 
 
-def rows(report: dict[str, Any]) -> list[Row]:
-    """Return measured and predicted times of the variants that the planner knows."""
-    job = Job.read(report["arguments"])
-    default = next(r for r in report["rows"] if r["variant"]["name"] == DEFAULT.name)
-    overhead_ms = default["compute_ms"] - job.unshaped.iteration_ms(DEFAULT.flags)
-    job = job.with_overhead(max(0.0, overhead_ms))
-    found = []
-    for row in report["rows"]:
-        variant = row["variant"]
+def rows(simulation: Simulation, found: Iterable[summary.Row]) -> list[Row]:
+    """Return measured and predicted times of the variants that the planner knows.
+
+    Raises:
+        ValueError: stock's default, whose time the overhead follows from, has not run.
+    """
+    found = list(found)
+    default = summary.default_stock(found)
+    if default is None:
+        raise ValueError("stock's default has not run; without it nothing is predicted")
+    own_ms = simulation.unshaped.iteration_ms(default.variant.flags)
+    simulation = simulation.with_overhead(max(0.0, default.compute_ms - own_ms))
+    predicted = []
+    for row in found:
         try:
-            predicted_ms = job.iteration_ms(variant["flags"])
+            predicted_ms = simulation.iteration_ms(row.variant.flags)
         except ValueError as error:
-            print(f"{variant['name']}: {error}", file=sys.stderr)
+            print(f"{row.variant.name}: {error}", file=sys.stderr)
             continue
-        found.append(Row(variant["name"], row["spread"]["median_ms"], predicted_ms))
-    return found
+        predicted.append(Row(row.variant.name, row.spread.median_ms, predicted_ms))
+    return predicted
 
 
 def table(found: Sequence[Row]) -> str:
     """Spell predictions as Markdown, with the largest error below."""
-    lines = ["| variant | measured ms | predicted ms | error |", "|---|--:|--:|--:|"]
-    lines += [
-        f"| {row.name} | {row.measured_ms:.0f} | {row.predicted_ms:.0f} | {row.error:+.1%} |"
-        for row in found
-    ]
-    worst = max(abs(row.error) for row in found)
-    return "\n".join([*lines, "", f"Largest error {worst:.1%}, limit {LIMIT:.0%}"])
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def main() -> int:
-    """Print predicted, measured and error of every variant of a file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("report", type=Path, metavar="FILE", help="what compare.py --json wrote")
-    path = parser.parse_args().report
-    try:
-        found = rows(json.loads(path.read_text()))
-    except (KeyError, OSError, StopIteration, TypeError, ValueError) as error:
-        parser.error(f"{path}: {error!r}")
-    print(table(found))
-    return int(max(abs(row.error) for row in found) > LIMIT)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    times = ((f"{row.measured_ms:.0f}", f"{row.predicted_ms:.0f}") for row in found)
+    cells = [(r.name, *ms, f"{r.error:+.1%}") for r, ms in zip(found, times, strict=True)]
+    titles = ("variant", "measured ms", "predicted ms", "error")
+    worst = max((abs(row.error) for row in found), default=0.0)
+    return "\n".join([*markdown(titles, cells), "", f"Largest error {worst:.1%}"])

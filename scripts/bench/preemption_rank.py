@@ -8,15 +8,12 @@ import contextlib
 import json
 import logging
 import os
-import signal
-import socket
 import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +21,7 @@ import torch.distributed as dist
 
 from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 from scripts.bench.processes import hurry
-from scripts.bench.testbed import LOW_DELAY, traffic_of
+from scripts.bench.testbed import traffic_of
 
 _BUCKET_BYTES = 8 << 20
 _SETTLE_S = 1.5  # between two modes: TCP forgets the one before, schedulers learn
@@ -41,8 +38,6 @@ class Mode:
     preempts: bool = False
     announced: bool = False
     aligned: bool = True
-    marks: bool = False  # the transfers' packets, on links that let these go first
-    loses_control: bool = False  # for good: the last mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +50,6 @@ class Load:
     announced_s: float
     duration_s: float
     slice_bytes: int
-    slices_in_flight: int
-    pause_share: float
 
     @property
     def transfers_bytes_s(self) -> float:
@@ -77,22 +70,16 @@ class Result:
 class Rank:
     """The groups of one rank, twice: as they are, and with a scheduler."""
 
-    def __init__(self, load: Load, *, marks: bool = False) -> None:
+    def __init__(self, load: Load) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         self.load, self.rank, dp = load, dist.get_rank(), load.data_parallel
         self.is_sender = self.rank < dp
         self.replica = self.rank % dp
         stages = [dist.new_group(range(stage * dp, stage * dp + dp)) for stage in range(2)]
-        before = _sockets()
         pairs = [dist.new_group([replica, replica + dp]) for replica in range(dp)]
-        if marks:
-            _mark(_sockets() - before)
         self._stage, self._pair = stages[not self.is_sender], pairs[self.replica]
         self.communicator = PreemptiveCommunicator(
-            slice_bytes=load.slice_bytes,
-            timeout=timedelta(seconds=60),
-            slices_in_flight=load.slices_in_flight,
-            pause_share=load.pause_share,
+            slice_bytes=load.slice_bytes, timeout=timedelta(seconds=60)
         )
         ring = {self.rank // dp * dp + (self.replica + 1) % dp, (self.rank + dp) % (2 * dp)}
         self.communicator.connect(ring)
@@ -100,8 +87,6 @@ class Rank:
 
     def run(self, mode: Mode) -> dict[str, Any]:
         """Run a mode for its time; what this rank saw of it."""
-        if mode.loses_control:
-            self.communicator._links.close()  # from now on no rank hears another
         stage, pair = self._scheduled if mode.preempts else (self._stage, self._pair)
         dist.barrier()
         start_s = self._agree(time.monotonic() + 0.3) + _SETTLE_S
@@ -118,20 +103,6 @@ class Rank:
         if mode.reduces:
             reducing.join()
         return seen
-
-    def killed(self, victim: int) -> tuple[float, str]:
-        """Reduce until ``victim`` is dead: when this rank was told, and in which words."""
-        bucket = torch.zeros(_BUCKET_BYTES // 4)
-        death_s = self._agree(time.monotonic() + 1.0)
-        if self.rank == victim:
-            threading.Timer(
-                death_s - time.monotonic(), os.kill, [os.getpid(), signal.SIGKILL]
-            ).start()
-        try:
-            while True:
-                dist.all_reduce(bucket, group=self._scheduled[0])
-        except RuntimeError as error:
-            return time.monotonic() - death_s, str(error)
 
     def _transfer(self, mode: Mode, pair: Any, start_s: float, end_s: float) -> list[float]:
         """Send or receive once per period; the moments at which one was sent or had arrived."""
@@ -175,10 +146,10 @@ class Rank:
         return moments[0]
 
 
-def run_modes(load: Load, modes: Sequence[Mode], *, marks: bool) -> int:
+def run_modes(load: Load, modes: Sequence[Mode]) -> int:
     """One rank: run all modes, and print on rank 0 what all have seen."""
     logging.basicConfig()
-    rank = Rank(load, marks=marks)
+    rank = Rank(load)
     with rank.communicator:
         for mode in modes:
             seen: list[dict[str, Any]] = [{}] * dist.get_world_size()
@@ -186,13 +157,6 @@ def run_modes(load: Load, modes: Sequence[Mode], *, marks: bool) -> int:
             if rank.rank == 0:
                 print(json.dumps(asdict(_result(mode, load, seen))))
     return 0
-
-
-def run_killed(load: Load, victim: int) -> int:
-    """One rank: print after how many seconds it knew of a dead one, and how it was told."""
-    told_s, text = Rank(load).killed(victim)
-    print(json.dumps({"told_s": told_s, "text": text}), flush=True)
-    os._exit(0)  # the others are dying too: nobody is left to say goodbye to
 
 
 def _result(mode: Mode, load: Load, seen: Sequence[dict[str, Any]]) -> Result:
@@ -226,23 +190,6 @@ def _reduce_until(group: Any, end_s: float, queued: bool) -> None:
         bucket, work = running.pop(0)
         work.wait()
         stop |= bool(bucket[-1])
-
-
-def _sockets() -> set[int]:
-    """File descriptors of this process that are sockets."""
-    found = set()
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if str(path.readlink()).startswith("socket:"):
-                found.add(int(path.name))
-    return found
-
-
-def _mark(descriptors: set[int]) -> None:
-    """Mark the packets of sockets for low delay; gloo hands none of them out."""
-    for descriptor in descriptors:
-        with socket.socket(fileno=os.dup(descriptor)) as ours:
-            ours.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, LOW_DELAY)
 
 
 def _sleep_until(moment_s: float) -> None:

@@ -83,9 +83,20 @@ class Forked:
         log: Path,
         function: Callable[[], int],
     ) -> None:
-        self._process = multiprocessing.get_context("fork").Process(
-            target=self._run, args=(namespace, environment, log, function)
-        )
+        def run() -> None:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if namespace is not None:
+                with Path(namespace).open() as host:
+                    os.setns(host.fileno(), os.CLONE_NEWNET)
+            with log.open("wb", buffering=0) as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+            sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))
+            os.environ.update(environment)
+            warnings.simplefilter("ignore")
+            sys.exit(function())
+
+        self._process = multiprocessing.get_context("fork").Process(target=run)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -99,25 +110,6 @@ class Forked:
     def wait(self) -> None:
         """Return when it has ended."""
         self._process.join()
-
-    @staticmethod
-    def _run(
-        namespace: str | None,
-        environment: Mapping[str, str],
-        log: Path,
-        function: Callable[[], int],
-    ) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if namespace is not None:
-            with Path(namespace).open() as host:
-                os.setns(host.fileno(), os.CLONE_NEWNET)
-        with log.open("wb", buffering=0) as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-        sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))
-        os.environ.update(environment)
-        warnings.simplefilter("ignore")
-        sys.exit(function())
 
 
 def hurry(pid: int) -> None:

@@ -14,10 +14,8 @@ from contextlib import ExitStack
 import pretrain_gpt
 from fold3d_patches import registry
 from scripts.bench import (
-    expert_pacing,
-    fsdp2,
     fused_adam,
-    held,
+    half_layer_pacing,
     layer_pacing,
     nccl_order,
     resident,
@@ -31,10 +29,12 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--forward-ms", type=float, help="pace the forward of each layer")
     parser.add_argument("--backward-ms", type=float, help="pace the backward of each layer")
-    parser.add_argument("--half-ms", type=float, help="sleep in attention and in the experts")
+    parser.add_argument(
+        "--half-ms", type=float, help="sleep in the forward of each half of a layer"
+    )
+    parser.add_argument("--experts", action="store_true", help="a layer's second half is experts")
     parser.add_argument("--nccl-order", action="store_true", help="collectives as NCCL runs them")
     parser.add_argument("--resident", action="store_true", help="say what the rank has held")
-    parser.add_argument("--held", action="store_true", help="say what activations it has held")
     args = parser.parse_args(argv[:split])
 
     patches = [same_weights.patch(), fused_adam.patch()]
@@ -42,16 +42,15 @@ def main(argv: Sequence[str]) -> int:
         pace_s = [(ms or 0.0) / 1e3 for ms in (args.forward_ms, args.backward_ms)]
         patches += layer_pacing.patches(*pace_s)
     if args.half_ms:
-        patches += expert_pacing.patches(args.half_ms / 1e3, 2 * args.half_ms / 1e3)
+        forward_s = args.half_ms / 1e3
+        patches += half_layer_pacing.patches(forward_s, 2 * forward_s, experts=args.experts)
     if args.nccl_order:
         patches += nccl_order.patches()
     with ExitStack() as ends:
         found = None
         if args.resident:
             found = ends.enter_context(resident.counted())
-            patches += fsdp2.patches(found)
         ends.enter_context(registry.apply(patches))
-        activations = ends.enter_context(held.counted()) if args.held else None
         code = pretrain_gpt.main(list(argv[split + 1 :]))
         if found is not None:
             (parameters, gradients), (all_parameters, all_gradients) = found.most, found.whole
@@ -59,8 +58,6 @@ def main(argv: Sequence[str]) -> int:
                 f"resident parameters {parameters} of {all_parameters}, "
                 f"gradients {gradients} of {all_gradients}"
             )
-        if activations is not None:
-            print(activations)
         return code
 
 

@@ -9,23 +9,22 @@ time that each saves of the first stands that of the simulator.
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from statistics import median
 
-from megatron.fold3d.observe import training_log
 from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Job as PlannedJob
 from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
-from scripts.bench.testbed import Link, Testbed, TestbedError, end_on_signals, refuse
-from scripts.bench.variants import Job
+from scripts.bench.runner import Bench, paced
+from scripts.bench.tables import parser_of, print_table
+from scripts.bench.testbed import Link
+from scripts.bench.variants import Job, Variant
 
-_ROOT = Path(__file__).parents[2]
 _RANKS = 4
-_WARMUP = 2
 
 
 def variants(num_layers: int, segments: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
@@ -39,64 +38,41 @@ def variants(num_layers: int, segments: int) -> Iterator[tuple[str, tuple[int, .
     yield "both", last_kept, True
 
 
-def simulated_s(
-    counts: Sequence[int], *, early: bool, segments: int, microbatches: int, num_layers: int
-) -> float:
+def simulated_s(job: Job, word: str, counts: Sequence[int], segments: int) -> float:
     """Return an iteration by the simulator, in forwards of a layer; transfers take no time."""
-    each, stages = num_layers / (_RANKS * segments), _RANKS * segments
-    order = build("aiao", num_ranks=_RANKS, num_segments=segments, num_microbatches=microbatches)
+    each, stages = job.num_layers / (_RANKS * segments), _RANKS * segments
+    order = build(
+        "aiao",
+        num_ranks=_RANKS,
+        num_segments=segments,
+        num_microbatches=job.num_microbatches,
+    )
     costs = Costs(
         forward_s=(each,) * stages,
         backward_s=tuple(2 * each + count for count in counts),
         recompute_s=tuple(map(float, counts)),
     )
-    choice = Choice.plain("aiao", segments)
-    plan = lower(order, choice.changed(recompute="early") if early else choice)
-    return simulate(plan, costs).period_s
-
-
-def measure(job: Job, flags: Sequence[str], logs: Path, args: argparse.Namespace) -> float:
-    """Return the median iteration of one run, in milliseconds."""
-    paced = ("--forward-ms", str(args.forward_ms), "--backward-ms", str(2 * args.forward_ms))
-    rank = (sys.executable, "-W", "ignore", "-m", "scripts.bench.rank", *paced, "--")
-    with Testbed(_RANKS, Link()) as testbed:
-        ranks = testbed.start([*rank, *job.flags(), *flags], logs, cwd=_ROOT)
-        codes = ranks.wait(300.0)
-        log = ranks.logs[-1].read_text()
-    if any(code != 0 for code in codes):
-        raise ValueError(f"ranks ended with {codes}; logs in {logs}")
-    return statistics.median(i.elapsed_ms for i in training_log.parse(log)[_WARMUP:])
+    return simulate(lower(PlannedJob.of(order, Choice.parse(word, segments))), costs).period_s
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure one number of micro-batches after another, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, logs="recompute")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16])
     parser.add_argument("--segments", type=int, default=2, help="(2)")
     parser.add_argument("--layers", type=int, default=16, help="(16)")
     parser.add_argument("--forward-ms", type=float, default=20.0, help="of a layer (20)")
     parser.add_argument("--iterations", type=int, default=6, help="of each run (6)")
-    parser.add_argument("--logs", type=Path, default=_ROOT / "out/recompute", help="(out/...)")
     args = parser.parse_args(argv)
-    end_on_signals()
-    try:
-        if args.layers % (_RANKS * args.segments):
-            raise ValueError(
-                f"--layers {args.layers}: stages have equally many; give a multiple of "
-                f"{_RANKS * args.segments}"
-            )
-        print("| micro-batches | recomputed | iteration ms | less time | simulated |")
-        print("|--:|---|--:|--:|--:|")
-        for row in _rows(args):
-            print(f"| {' | '.join(row)} |", flush=True)
-    except (TestbedError, ValueError) as error:
-        return refuse("recompute.py", error)
-    return 0
+    if args.layers % (_RANKS * args.segments):
+        rule = f"stages have equally many; give a multiple of {_RANKS * args.segments}"
+        parser.error(f"--layers {args.layers}: {rule}")
+    titles = ("micro-batches", "recomputed", "iteration ms", "less time", "simulated")
+    return print_table("recompute.py", titles, rows(args))
 
 
-def _rows(args: argparse.Namespace) -> Iterator[Sequence[str]]:
+def rows(args: argparse.Namespace) -> Iterator[Sequence[str]]:
+    """Yield a line for each variant and number of micro-batches, in turn."""
     for microbatches in args.microbatches:
         job = Job(
             num_ranks=_RANKS,
@@ -104,30 +80,22 @@ def _rows(args: argparse.Namespace) -> Iterator[Sequence[str]]:
             num_microbatches=microbatches,
             num_layers=args.layers,
             hidden_size=64,
-            seq_length=32,
-            micro_batch_size=1,
             num_iterations=args.iterations,
-            clip_grad=1.0,
-            recompute=False,
+        )
+        bench = Bench(
+            job=job,
+            link=Link(),
+            rank_flags=paced(args.forward_ms, 2 * args.forward_ms),
+            logs=args.logs,
         )
         first_ms = first_s = 0.0
         for number, (name, counts, early) in enumerate(variants(args.layers, args.segments)):
-            flags = [
-                "--schedule",
-                f"aiao{':recompute=early' * early}",
-                "--segments",
-                str(args.segments),
-            ]
-            flags += ["--recompute-layers", ",".join(map(str, counts))]
-            logs = args.logs / f"m{microbatches}-{number}"
-            iteration_ms = measure(job, flags, logs, args)
-            iteration_s = simulated_s(
-                counts,
-                early=early,
-                segments=args.segments,
-                microbatches=microbatches,
-                num_layers=args.layers,
-            )
+            word = f"aiao{':recompute=early' * early}"
+            flags = ("--schedule", word, "--segments", str(args.segments))
+            recomputed = ("--recompute-layers", ",".join(map(str, counts)))
+            variant = Variant(f"m{microbatches}-{number}", (*flags, *recomputed))
+            iteration_ms = median(bench.measured(variant).times_ms)
+            iteration_s = simulated_s(job, word, counts, args.segments)
             first_ms, first_s = first_ms or iteration_ms, first_s or iteration_s
             gains = (1 - iteration_ms / first_ms, 1 - iteration_s / first_s)
             shown = [f"{gain:.1%}" if number else "" for gain in gains]

@@ -24,6 +24,11 @@ from scripts.bench.testbed import Link, Testbed, Traffic
 from scripts.bench.variants import Job, Variant
 
 
+def paced(forward_ms: float, backward_ms: float) -> tuple[str, ...]:
+    """Return the flags of a rank whose layers are paced, and whose collectives are as NCCL's."""
+    return (f"--forward-ms={forward_ms}", f"--backward-ms={backward_ms}", "--nccl-order")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """How the job runs here: links, clocks, and where logs go."""
@@ -31,11 +36,23 @@ class Bench:
     job: Job
     link: Link | None  # None: ranks talk over this machine's loopback
     rank_flags: tuple[str, ...]
-    warmup: int
-    real_time: bool
-    timeout_s: float
     logs: Path
-    ranks_per_host: int = 1
+    warmup: int = 2
+    real_time: bool = False
+    timeout_s: float = 300.0
+
+    def measured(
+        self, variant: Variant, number: int = 1, progress: Callable[[int], None] = lambda _: None
+    ) -> Run:
+        """Run a variant once.
+
+        Raises:
+            ValueError: it failed.
+        """
+        run = self.run(variant, number, progress)
+        if run.failure:
+            raise ValueError(f"{variant.name}: {run.failure}")
+        return run
 
     def run(
         self, variant: Variant, number: int, progress: Callable[[int], None] = lambda _: None
@@ -51,8 +68,7 @@ class Bench:
         shutil.rmtree(logs, ignore_errors=True)
         argv = [*self.rank_flags, "--", *self.job.flags(), *variant.flags]
         clock = _CpuClock()
-        hosts = self.job.world_size // self.ranks_per_host
-        with Testbed(hosts, link, self.ranks_per_host) as testbed:
+        with Testbed(self.job.world_size, link) as testbed:
             ranks = testbed.fork(partial(_train, argv, variant.checkout), logs)
             timed = (self.warmup, self.job.num_iterations)
             meter = _Meter(testbed, ranks, timed, self.real_time, progress)

@@ -3,7 +3,7 @@
     .venv/bin/python -m scripts.bench.simulated_queues --model gpt3-18b --gigabits 25 100 200
 
 Simulated; no GPU has run it. Each row is a configuration on 128 A100 with tp=8: the best ones that
-are found, and the best of stock under the same rules.
+are found, and the best of stock under the same rules, over which one queue has the gain.
 
     .venv/bin/python -m scripts.bench.simulated_queues --preemption
 
@@ -11,22 +11,25 @@ prints what preemption (paper Sec. V-A) gains in the paper's layouts, and whethe
 it: AIAO, 4 segments, full recomputation.
 """
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
+from megatron.fold3d.commands.console import faster
 from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.predict.cost_model.cluster import cluster
-from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
-from megatron.fold3d.predict.search.candidate_timeline import many_queues_s, plan_of, timeline_of
-from megatron.fold3d.predict.search.candidates import Candidate, Given
+from megatron.fold3d.predict.search.candidate_estimate import estimate_of
+from megatron.fold3d.predict.search.candidate_timeline import many_queues_s, timeline_of
+from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.planner import search
 from megatron.fold3d.predict.search.simulated_shares import auto_shares
 from megatron.fold3d.predict.simulator.link import Device, Link
 from megatron.fold3d.predict.simulator.simulate import simulate
+from scripts.bench.summary import markdown
+from scripts.bench.tables import parser_of
 
 PAPER = {"gpt3-18b": (2, 8), "gpt3-39b": (4, 16)}
 """Pipeline ranks and micro-batches of its A100 rows, with tp=8 and a batch of 256."""
@@ -34,31 +37,22 @@ PAPER = {"gpt3-18b": (2, 8), "gpt3-39b": (4, 16)}
 
 def rows(
     shape: ModelShape, gigabits: float, batch_size: int, num_ranks: int | None, top: int
-) -> Iterator[str]:
+) -> Iterator[Sequence[str]]:
     """Yield a table's rows for one network."""
     gpus = cluster(f"a100x128-{gigabits:g}g")
-    given = Given(tensor_parallel=8, num_ranks=num_ranks)
+    given = {"tensor_parallel": 8, **({"num_ranks": num_ranks} if num_ranks else {})}
     found = search(shape, gpus, global_batch_size=batch_size, top=top, given=given)
     stock = found.best_stock
     for choice in (*found.best, *([stock] if stock else ())):
         c = choice.candidate
-        known = estimate(
-            shape,
-            gpus,
-            c.setup,
-            num_ranks=c.num_ranks,
-            num_segments=c.num_segments,
-            layers=c.layers,
-        )
+        known = estimate_of(shape, gpus, c)
         one_s, many_s = (timeline_of(c, known, connections=n).period_s for n in (1, 32))
-        gain = f"{stock.iteration_s / one_s:.3f}" if stock else ""
-        yield (
-            f"| {gigabits:g} | {_words(c)} | {one_s * 1e3:.0f} | {many_s * 1e3:.0f} | "
-            f"{one_s / many_s:.3f} | {gain} |"
-        )
+        gain = faster(stock.iteration_s / one_s - 1) if stock else ""
+        ms = (f"{seconds * 1e3:.0f}" for seconds in (one_s, many_s))
+        yield f"{gigabits:g}", _words(c), *ms, f"{one_s / many_s:.3f}", gain
 
 
-def preemption(model: str, gigabits: float, *, sharded: bool) -> str:
+def preemption(model: str, gigabits: float, *, sharded: bool) -> Sequence[str]:
     """Return a row: milliseconds with one queue and with 32, without preemption and with it.
 
     Slices that give way are what one queue could have at best: they stop at once for a transfer.
@@ -86,10 +80,11 @@ def preemption(model: str, gigabits: float, *, sharded: bool) -> str:
     )
     c = plain if sharded else plain.changed(step="next")
     gpus = cluster(f"a100x128-{gigabits:g}g")
-    known = estimate(model_shape(model), gpus, setup, num_ranks=pp, num_segments=4)
+    known = estimate_of(model_shape(model), gpus, c)
     rules = Link(nic_of_rank=known.nic_of_rank, preemptive=False)
-    shares = () if sharded else auto_shares(plan_of(c), known.costs, rules)
-    sliced = plan_of(c.with_options(slices=True), shares=shares, transfers=True, receives_late=True)
+    shares = () if sharded else auto_shares(lower(c.job, transfers=False), known.costs, rules)
+    in_slices = replace(c.with_options(slices=True).job, shares=shares, receives_late=True)
+    sliced = lower(in_slices)
     one = replace(rules, device=Device(connections=1))
     many_s, most_s = many_queues_s(c, known)
     seconds = (
@@ -101,7 +96,7 @@ def preemption(model: str, gigabits: float, *, sharded: bool) -> str:
         most_s - many_s,
     )
     words = f"{model} {'distributed optimizer' if sharded else 'split'} {gigabits:g}"
-    return f"| {words} | {' | '.join(f'{s * 1e3:.0f}' for s in seconds)} |"
+    return words, *(f"{s * 1e3:.0f}" for s in seconds)
 
 
 def _words(c: Candidate) -> str:
@@ -112,7 +107,7 @@ def _words(c: Candidate) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="gpt3-18b")
     parser.add_argument("--gigabits", type=float, nargs="+", default=[25.0, 100.0, 200.0])
     parser.add_argument("--global-batch-size", type=int, default=256)
@@ -120,18 +115,22 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=3)
     parser.add_argument("--preemption", action="store_true", help="the paper's two layouts")
     args = parser.parse_args()
+    titles: Sequence[str] = (
+        "Gb/s",
+        "configuration",
+        "1 queue, ms",
+        "32 queues",
+        "ratio",
+        "to stock",
+    )
+    shape, sizes = model_shape(args.model), (args.global_batch_size, args.pp, args.top)
+    found = (row for rate in args.gigabits for row in rows(shape, rate, *sizes))
     if args.preemption:
-        print("| ms | 1 queue | slices | that give way | 32 | preemption | TP.sync |")
-        print("|---|--:|--:|--:|--:|--:|--:|")
-        for sharded, model, gigabits in product((False, True), PAPER, args.gigabits):
-            print(preemption(model, gigabits, sharded=sharded), flush=True)
-        return
-    print("| Gb/s | configuration | 1 queue, ms | 32 queues | ratio | stock's best / 1 queue |")
-    print("|--:|---|--:|--:|--:|--:|")
-    for gigabits in args.gigabits:
-        shape = model_shape(args.model)
-        for row in rows(shape, gigabits, args.global_batch_size, args.pp, args.top):
-            print(row, flush=True)
+        titles = ("ms", "1 queue", "slices", "that give way", "32", "preemption", "TP.sync")
+        cases = product((False, True), PAPER, args.gigabits)
+        found = (preemption(model, rate, sharded=sharded) for sharded, model, rate in cases)
+    for line in markdown(titles, found):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """From the runs of a comparison to its table: medians, ratios and lower bounds."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from megatron.fold3d.commands.console import faster
 from megatron.fold3d.observe.training_log import LoggedIteration, Spread
 from scripts.bench.variants import DEFAULT, Variant
 
@@ -91,29 +92,36 @@ def default_stock(found: Iterable[Row]) -> Row | None:
     return next((row for row in found if row.variant == DEFAULT), None)
 
 
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table, each as soon as its row is known; numbers are to the right."""
+    yield f"| {' | '.join(titles)} |"
+    yield "|---" + "|--:" * (len(titles) - 1) + "|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
 def table(found: Sequence[Row]) -> str:
-    """Spell the rows as Markdown; speed-ups are above 1 where a variant is faster."""
+    """Spell the rows as Markdown, with how much faster than stock a variant is."""
     default, strongest = default_stock(found), strongest_stock(found)
-    titles = ["variant", "iteration ms (quartiles)", "x default", "x strongest stock"]
+    titles = ["variant", "iteration ms (quartiles)", "to stock, same layout", "to its default"]
     titles += ["compute ms", "link ms", "of the bound"]
-    lines = [f"| {' | '.join(titles)} |", "|---" + "|--:" * (len(titles) - 1) + "|"]
-    for row in found:
-        name = f"**{row.variant.name}**" if row is strongest else row.variant.name
-        cells = (
-            name,
+    cells = (
+        (
+            f"**{row.variant.name}**" if row is strongest else row.variant.name,
             str(row.spread),
-            _speed_up(default, row),
-            _speed_up(strongest, row),
+            _gain(strongest, row),
+            _gain(default, row),
             f"{row.compute_ms:.0f}",
             f"{row.communication_ms:.0f}" if row.communication_ms else "-",
             f"{row.spread.median_ms / row.bound_ms:.2f}",
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        for row in found
+    )
+    return "\n".join(markdown(titles, cells))
 
 
-def _speed_up(other: Row | None, row: Row) -> str:
-    return f"{other.spread.median_ms / row.spread.median_ms:.3f}" if other else "-"
+def _gain(other: Row | None, row: Row) -> str:
+    return faster(other.spread.median_ms / row.spread.median_ms - 1) if other else "-"
 
 
 def _difference(loss: float | None, expected: float | None) -> float:

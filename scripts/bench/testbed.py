@@ -4,9 +4,9 @@
 
 Each host has a network namespace and a link to a bridge, shaped in both directions; the bridge has
 a namespace of its own, so no packet and no setting touches the machine's network. COMMAND runs once
-per rank, with what torchrun would put into its environment.
+per host, with what torchrun would put into its environment: each has one rank.
 
-     h0        h1        h2            a namespace each: one or more ranks, eth0
+     h0        h1        h2            a namespace each: a rank, eth0
      |         |         |             tbf (and netem) on eth0: what the host sends
     p0 ------ p1 ------ p2             tbf (and netem) on p0: what the host receives
            bridge                      one namespace
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 from scripts.bench.processes import Forked, Process, Ranks
 
@@ -42,7 +42,6 @@ _MTU_BYTES = 9000
 OFFLOAD_BYTES = 16384
 _SWITCH = -1  # its holder is the last one
 _SMALL_BURST_BYTES = 18 << 10  # of a link with two classes: one super-packet
-LOW_DELAY = 0x10  # type of service, of <netinet/ip.h>
 _IS_SHORT = "match u16 0 0xfe00 at 2"  # the length in the IP header is less than 512
 
 
@@ -59,9 +58,9 @@ class Link:
     Attributes:
         rate_bit_s: bits per second; None is unshaped.
         delay_ms: the time a packet is under way.
-        marked_first: whether packets that are marked for low delay go before all others.
-        short_first: whether packets of less than 512 bytes do. They are TCP's acknowledgements, and
-            gloo's notes that a receiver is ready, which wait for no message on NCCL's networks.
+        short_first: whether packets of less than 512 bytes go before all others. They are TCP's
+            acknowledgements, and gloo's notes that a receiver is ready, which wait for no message
+            on NCCL's networks.
         queue_ms: how long a packet may wait; it is lost if it would wait longer. Where two long
             messages share a link, a short queue costs both TCP connections up to a third of it. A
             longer one stands for a network whose senders are held back and lose nothing.
@@ -71,7 +70,6 @@ class Link:
 
     rate_bit_s: float | None = None
     delay_ms: float = 0.0
-    marked_first: bool = False
     short_first: bool = False
     queue_ms: float = 2.0
     burst_bytes: int = 32 * 1024
@@ -93,7 +91,7 @@ class Link:
 
     def _shaped(self, on: str, parent: str, rate_bit_s: float) -> Iterator[str]:
         burst = max(self.burst_bytes, int(rate_bit_s / 8 * 1.3e-3))
-        if not (self.marked_first or self.short_first):
+        if not self.short_first:
             rate = f"rate {rate_bit_s:.0f}bit burst {burst}b"
             yield f"qdisc add {on} {parent} handle 2: tbf {rate} latency {self.queue_ms:g}ms"
             return
@@ -108,8 +106,7 @@ class Link:
                 f"rate {share * rate_bit_s:.0f}bit ceil {rate_bit_s:.0f}bit {bursts}"
             )
             yield f"qdisc add {on} parent 2:{number} {queue}"
-        match = f"match ip tos {LOW_DELAY:#x} 0xff" if self.marked_first else _IS_SHORT
-        yield f"filter add {on} parent 2: protocol ip u32 {match} flowid 2:1"
+        yield f"filter add {on} parent 2: protocol ip u32 {_IS_SHORT} flowid 2:1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +139,10 @@ class Testbed:
 
     __test__ = False
 
-    def __init__(self, num_hosts: int, link: Link | None, ranks_per_host: int = 1) -> None:
-        if not (1 <= num_hosts <= 250 and ranks_per_host >= 1):
-            raise ValueError(
-                f"{num_hosts} hosts of {ranks_per_host} ranks: 1 to 250 hosts, at least a rank each"
-            )
-        self.num_hosts, self.link, self.ranks_per_host = num_hosts, link, ranks_per_host
+    def __init__(self, num_hosts: int, link: Link | None) -> None:
+        if not 1 <= num_hosts <= 250:
+            raise ValueError(f"{num_hosts} hosts: 1 to 250")
+        self.num_hosts, self.link = num_hosts, link
         self._holders: list[subprocess.Popen[bytes]] = []  # of the hosts, then of the switch
         self._ranks: list[Ranks] = []
 
@@ -192,9 +187,7 @@ class Testbed:
         """Path of the host's network namespace."""
         return f"/proc/{self._holders[host].pid}/ns/net"
 
-    def start(
-        self, command: Sequence[str], logs: Path, cwd: Path | None = None, port: int = 29500
-    ) -> Ranks:
+    def start(self, command: Sequence[str], logs: Path, cwd: Path | None = None) -> Ranks:
         """Run a command on every rank; its output goes to ``logs/rank<N>.log``."""
 
         def begin(host: int, environment: Mapping[str, str], log: Path) -> Process:
@@ -209,9 +202,9 @@ class Testbed:
                     start_new_session=True,
                 )
 
-        return self._begin(begin, logs, port)
+        return self._begin(begin, logs)
 
-    def fork(self, function: Callable[[], int], logs: Path, port: int = 29500) -> Ranks:
+    def fork(self, function: Callable[[], int], logs: Path) -> Ranks:
         """Call a function on every rank, in a copy of this process; it returns the exit code.
 
         What this process has imported is there at once: seconds per rank, for Megatron.
@@ -221,23 +214,18 @@ class Testbed:
             namespace = self.namespace(host) if self.link else None
             return Forked(namespace, environment, log, function)
 
-        return self._begin(begin, logs, port)
+        return self._begin(begin, logs)
 
-    def _begin(
-        self, begin: Callable[[int, Mapping[str, str], Path], Process], logs: Path, port: int
-    ) -> Ranks:
+    def _begin(self, begin: Callable[[int, Mapping[str, str], Path], Process], logs: Path) -> Ranks:
         logs.mkdir(parents=True, exist_ok=True)
-        if self.link is None:
-            port = _free_port()
-        num_ranks = self.num_hosts * self.ranks_per_host
-        paths = [logs / f"rank{rank}.log" for rank in range(num_ranks)]
+        port = 29500 if self.link else _free_port()
+        paths = [logs / f"rank{rank}.log" for rank in range(self.num_hosts)]
         processes: list[Process] = []
         ranks = Ranks(processes, paths)
         self._ranks.append(ranks)  # first, so that `close` finds those that did start
         for rank, path in enumerate(paths):
-            host, local_rank = divmod(rank, self.ranks_per_host)
             path.write_bytes(b"")  # whoever watches may read it at once
-            processes.append(begin(host, self._environment(rank, local_rank, port), path))
+            processes.append(begin(rank, self._environment(rank, port), path))
         return ranks
 
     def traffic(self) -> list[Traffic]:
@@ -282,13 +270,13 @@ class Testbed:
             self._tc(host, link, "eth0")
             self._tc(_SWITCH, link, f"p{host}")
 
-    def _environment(self, rank: int, local_rank: int, port: int) -> dict[str, str]:
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
         """What torchrun would set, and the interface that gloo is to use."""
         return {
             "RANK": str(rank),
-            "WORLD_SIZE": str(self.num_hosts * self.ranks_per_host),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
+            "WORLD_SIZE": str(self.num_hosts),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
@@ -437,7 +425,6 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rate", default="unshaped", help="of each link, say 200mbit")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way, on each link")
     parser.add_argument("--logs", type=Path, default=Path("out/testbed"), help="(out/testbed)")
@@ -448,7 +435,7 @@ def main(argv: Sequence[str]) -> int:
     end_on_signals()
     try:
         link = Link(parse_rate(args.rate), args.delay_ms)
-        with Testbed(args.hosts, link, args.ranks_per_host) as testbed:
+        with Testbed(args.hosts, link) as testbed:
             codes = testbed.start(command, args.logs).wait(args.timeout_s)
             traffic = testbed.traffic()
     except (TestbedError, ValueError) as error:
@@ -466,9 +453,9 @@ def main(argv: Sequence[str]) -> int:
     return 0 if not any(codes) and None not in codes else 1
 
 
-def refuse(program: str, error: Exception, file: IO[str] | None = None) -> int:
+def refuse(program: str, error: Exception) -> int:
     """Say in one line what is wrong; returns the exit code."""
-    print(f"{program}: error: {error}", file=file or sys.stderr)
+    print(f"{program}: error: {error}", file=sys.stderr)
     return 2
 
 

@@ -1,8 +1,9 @@
 """What is compared: one job, and the flags by which its variants differ."""
 
 import tomllib
+from argparse import Namespace, _ActionsContainer
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -15,16 +16,17 @@ _DISTRIBUTED_OPTIMIZER = "--use-distributed-optimizer"
 class Job:
     """The training that all variants do: the same model, batch, precision and recompute."""
 
-    num_ranks: int  # of a pipeline
-    data_parallel: int
-    num_microbatches: int
-    num_layers: int
-    hidden_size: int
-    seq_length: int
-    micro_batch_size: int
-    num_iterations: int
-    clip_grad: float
-    recompute: bool
+    num_ranks: int = 2  # of a pipeline
+    data_parallel: int = 2
+    tensor_parallel: int = 1
+    num_microbatches: int = 8
+    num_layers: int = 16
+    hidden_size: int = 256
+    seq_length: int = 32
+    micro_batch_size: int = 1
+    num_iterations: int = 12
+    clip_grad: float = 1.0
+    recompute: bool = False
     untied: bool = False  # word embeddings of their own at both ends
     vocab_size: int = 127
 
@@ -43,7 +45,7 @@ class Job:
     @property
     def world_size(self) -> int:
         """Ranks of the whole job."""
-        return self.num_ranks * self.data_parallel
+        return self.num_ranks * self.data_parallel * self.tensor_parallel
 
     @property
     def segment_counts(self) -> list[int]:
@@ -64,6 +66,7 @@ class Job:
         flags = {
             "device": "cpu",
             "pipeline-model-parallel-size": self.num_ranks,
+            "tensor-model-parallel-size": self.tensor_parallel,
             "num-layers": self.num_layers,
             "hidden-size": self.hidden_size,
             "num-attention-heads": max(1, self.hidden_size // 64),
@@ -95,14 +98,49 @@ class Job:
         return [*words, *untied, "--mock-data"]
 
 
+_OPTIONS = {
+    "pp": ("num_ranks", "ranks of a pipeline"),
+    "dp": ("data_parallel", "replicas of a pipeline"),
+    "layers": ("num_layers", "of the model"),
+    "hidden": ("hidden_size", "of a layer"),
+    "seq_length": ("seq_length", "tokens of a sequence"),
+    "microbatches": ("num_microbatches", "per iteration and pipeline"),
+    "micro_batch_size": ("micro_batch_size", "sequences of one"),
+    "clip_grad": ("clip_grad", "the norm to which gradients are clipped"),
+    "recompute": ("recompute", "recompute every layer"),
+    "untied": ("untied", "untie the word embeddings"),
+    "vocab_size": ("vocab_size", "Megatron pads it"),
+    "iterations": ("num_iterations", "of each run"),
+}
+"""Options of a command line: the field of a job that each sets, and its help."""
+
+
+def add_job_options(parser: _ActionsContainer, job: Job, names: Sequence[str] = ()) -> None:
+    """Add options of these names, by default all, whose defaults are a job's."""
+    for name in names or _OPTIONS:
+        field, what = _OPTIONS[name]
+        flag, default = f"--{name.replace('_', '-')}", getattr(job, field)
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true", help=what)
+        else:
+            parser.add_argument(
+                flag, type=type(default), default=default, help=f"{what} ({default})"
+            )
+
+
+def job_of(args: Namespace, job: Job) -> Job:
+    """Return the job with what the options of `add_job_options` say."""
+    given = {name: getattr(args, name) for name in _OPTIONS if hasattr(args, name)}
+    return replace(job, **{_OPTIONS[name][0]: value for name, value in given.items()})
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One way to run the job."""
 
     name: str
     flags: tuple[str, ...]
-    checkout: Path | None = None
-    """The folder of another commit, with its own ``.venv``, whose code runs; None is this one."""
+    checkout: Path | None = None  # of another commit, with a .venv of its own
 
     @property
     def is_stock(self) -> bool:
@@ -115,7 +153,6 @@ class Variant:
         return _DISTRIBUTED_OPTIMIZER in self.flags
 
 
-SHARES = (0, 25, 50, 60, 70, 80, 100)  # percent of DP.sync behind the backward
 DEFAULT = Variant("stock-default", ())  # 1F1B, and nothing overlaps: the weakest that is compared
 
 
@@ -141,9 +178,6 @@ def known(job: Job) -> Iterator[Variant]:
         yield from _with_optimizers(f"aiao-s{segments}", aiao)
         if segments > 1:
             yield Variant(f"aiao-s{segments}-auto", with_parts(aiao, ":step=next"))
-        for percent in SHARES if segments > 1 else ():
-            share = with_parts(aiao, f":step=next:share={percent / 100}")
-            yield Variant(f"aiao-s{segments}-share{percent}", share)
 
 
 def with_parts(flags: tuple[str, ...], parts: str) -> tuple[str, ...]:

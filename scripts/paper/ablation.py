@@ -36,10 +36,16 @@ def ablation(times: Times = iteration) -> Result:
         if not point.on_cpu:
             rates.append(rate(name, column, times, point, name, known.get(name)))
         gain = known[name] / known["megatron"] if name in known else None
-        gains.append(against_megatron(name, column, times, point, name, _inverse, gain))
+        found = against_megatron(name, column, times, point, name, _inverse, gain)
+        gains.append(replace(found, is_gain=True))
     grids = (
         Grid(title=TFLOPS, numbers=tuple(rates)),
-        Grid(title="Times as fast as megatron", numbers=tuple(gains), drawn=tuple(points)),
+        Grid(
+            title="To megatron",
+            numbers=tuple(gains),
+            drawn=tuple(points),
+            axis="Times as fast as megatron",
+        ),
     )
     notes = (f"{name} on {column}: {reason}" for (name, column), reason in refused.items())
     job = "GPT-3 39B with batches of 256 and 128; on CPUs a small GPT"

@@ -16,7 +16,7 @@ from scripts.paper.perf_model import (
     serialized_s,
 )
 from scripts.paper.points import Point
-from scripts.paper.published_rows import MICROBATCH_SIZE, Row
+from scripts.paper.published_rows import MICROBATCH_SIZE, Row, shape_name
 from scripts.paper.results import Grid, Number, Published, Result, claims
 from scripts.paper.simulated import iteration
 from scripts.paper.tables import predicted, published
@@ -99,7 +99,7 @@ def _equations(
         row["ns"],
         row["batch"] // row["dp"] // MICROBATCH_SIZE,
     )
-    shape = SHAPES[row["model"].lower().replace("gpt-3 ", "gpt3-")]
+    shape = SHAPES[shape_name(row["model"])]
     message = layer_bytes(shape, Setup(microbatch_size=MICROBATCH_SIZE), "full")
     of_segment = message * shape.num_layers / (ranks * segments)
     compute_s = (ours["fwd_ms"] + ours["bwd_ms"]) / 1e3

@@ -5,12 +5,13 @@ curves and the ablation train it.
 """
 
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from scripts.bench.runner import paced
 from scripts.bench.variants import Job
 from scripts.paper.points import Point
 
 RATE = "180mbit"
 """Of each host's link; a host has one rank."""
-RANK_FLAGS = ("--forward-ms=6", "--backward-ms=12", "--nccl-order")
+RANK_FLAGS = paced(6, 12)
 """Of `scripts.bench.rank`."""
 POINT = Point(node="testbed", model="8-128-2-64", batch=16, dp=2, pp=2, tp=1, microbatch_size=2)
 

@@ -1,15 +1,15 @@
-"""The rows of the paper's Tables II and III, read from a file and checked."""
+"""The rows of the paper's Tables II and III, and what they refer to."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.fold3d.observe.fields import is_number
 from megatron.fold3d.policy.partition import layers_of_stages
 from megatron.fold3d.predict.cost_model.cluster import NODES
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
 
+FILE = Path(__file__).parents[2] / "tests/data/fold3d_tables.json"
 MICROBATCH_SIZE = 4  # "without further specifications", Sec. VI
 GRADIENT_BYTES = 2
 COLUMNS = ("fwd_ms", "bwd_ms", "bubble_ms", "dpsync_ms", "ppsync_ms")
@@ -22,35 +22,24 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The rows of a file and what they refer to."""
+    """The rows, and what they refer to."""
 
     rows: tuple[Row, ...]
     shapes: dict[str, ModelShape]
     gpus_per_node: dict[str, int]
     peak_tflops: dict[str, float]
-    flags: tuple[str, ...]
-    """The errors in the paper that the file itself notes."""
 
     @classmethod
-    def read(cls, path: Path) -> "Tables":
-        """Read a file of the format of ``fold3d_tables.json``.
-
-        Raises:
-            ValueError: it has no rows, or one lacks what a prediction needs.
-        """
-        found = json.loads(path.read_text())
-        tables = ("table_II", "table_III")
-        if not isinstance(found, dict) or not any(map(found.get, tables)):
-            raise ValueError(f"no rows; they are under {' and '.join(tables)}")
-        rows = tuple(_row(row) for table in tables for row in found.get(table, ()))
-        sizes = {row["model"]: row for row in found.get("table_I", ())}
+    def read(cls) -> "Tables":
+        """Read the rows; columns that do not apply to a row's system are None."""
+        found = json.loads(FILE.read_text())
+        rows = [dict.fromkeys(COLUMNS) | row for row in (*found["table_II"], *found["table_III"])]
         nodes = {row["cluster"]: NODES[_node(row["cluster"])] for row in rows}
         return cls(
-            rows=rows,
-            shapes={row["model"]: _shape(row["model"], sizes) for row in rows},
+            rows=tuple(rows),
+            shapes={row["model"]: SHAPES[shape_name(row["model"])] for row in rows},
             gpus_per_node={name: node.gpus_per_node for name, node in nodes.items()},
             peak_tflops={name: node.gpu_flops_per_s / 1e12 for name, node in nodes.items()},
-            flags=tuple(found.get("flags", ())),
         )
 
     def misprints(self, row: Row) -> list[str]:
@@ -98,52 +87,6 @@ def _node(cluster: str) -> str:
     return cluster.split("x")[0].lower()
 
 
-def _row(found: Any) -> Row:
-    """Return a row of a file; columns that do not apply to its system may be missing or null."""
-    if not isinstance(found, dict):
-        raise ValueError(f"found {found!r} as a row; it is an object")
-    row: Row = dict.fromkeys(COLUMNS) | found
-    name = ", ".join(str(row.get(key)) for key in ("cluster", "model", "system"))
-
-    def need(key: str, rule: str, *, holds: bool) -> None:
-        if not holds:
-            raise ValueError(f"row {name}: found {key}={row.get(key)!r}; {rule}")
-
-    for key in ("cluster", "model", "system"):
-        need(key, "it is a name", holds=isinstance(row.get(key), str))
-    known = ", ".join(sorted(NODES))
-    need("cluster", f"it begins with one of {known}", holds=_node(row["cluster"]) in NODES)
-    pipeline = row.get("pp") is not None
-    for key in ("batch", "dp", "tp", *["pp"] * pipeline):
-        whole = isinstance(row.get(key), int) and row[key] > 0
-        need(key, "it is a whole number above zero", holds=whole)
-    for key in COLUMNS:
-        milliseconds = row[key] is None or (is_number(row[key]) and row[key] >= 0)
-        need(key, "it is milliseconds, or null", holds=milliseconds)
-    need("fwd_ms", "the columns add up to an iteration above zero", holds=published_ms(row) > 0)
-    if pipeline:
-        full = row["dp"] * MICROBATCH_SIZE
-        rule = f"dp={row['dp']} micro-batches of {MICROBATCH_SIZE} take {full}"
-        need("batch", rule, holds=row["batch"] >= full)
-        folds = row["system"] == "Fold3D"
-        need("ns", "Fold3D has one or more segments", holds=bool(row.get("ns")) or not folds)
-    else:
-        gpus = NODES[_node(row["cluster"])].gpus_per_node
-        need("pp", f"without a pipeline dp is {gpus} or more", holds=row["dp"] >= gpus)
-    return row
-
-
-def _shape(model: str, sizes: dict[str, Row]) -> ModelShape:
-    name = model.lower().replace("gpt-3 ", "gpt3-")
-    if name in SHAPES:
-        return SHAPES[name]
-    if model not in sizes:
-        raise ValueError(f"{model} is neither a known shape nor a row of table_I")
-    row = sizes[model]
-    return ModelShape(
-        name=name,
-        num_layers=row["layers"],
-        hidden_size=row["hidden"],
-        num_attention_heads=row["heads"],
-        seq_length=1024,
-    )
+def shape_name(model: str) -> str:
+    """Return what the planner calls a model of the tables."""
+    return model.lower().replace("gpt-3 ", "gpt3-")

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from megatron.fold3d.commands.console import faster, faster_between
+
 Published = float | tuple[float, float] | None
 """A number of the paper, the two ends of a range that it states, or nothing."""
 
@@ -19,6 +21,8 @@ class Number:
     published: Published = None
     spread: tuple[float, float] | None = None
     """The quartiles of a measured one."""
+    is_gain: bool = False
+    """Whether it is how many times as fast a system is, which is spelled as a gain."""
 
     @property
     def error(self) -> float | None:
@@ -101,11 +105,13 @@ class Result:
         return "\n\n".join(parts)
 
 
-def claims(*found: tuple[str, Published, float | None]) -> Grid:
+def claims(*found: tuple[str, Published, float | None], gains: bool = False) -> Grid:
     """Return the grid of what the paper's text claims: a row per claim, published and ours."""
     return Grid(
         title="The text's claims",
-        numbers=tuple(Number(text, "value", ours, published) for text, published, ours in found),
+        numbers=tuple(
+            Number(text, "value", ours, published, is_gain=gains) for text, published, ours in found
+        ),
     )
 
 
@@ -132,14 +138,23 @@ def _cell(number: Number | None) -> str:
         return "-"
     published, ours = number.published, number.ours
     if isinstance(published, tuple):
-        words = "-".join(map(_short, published))
+        words = _range(number, published)
     else:
-        words = "?" if published is None else _short(published)
+        words = "?" if published is None else _spelled(number, published)
     if ours is None:
         return f"{words} > -"
-    spread = f" [{'-'.join(map(_short, number.spread))}]" if number.spread else ""
+    spread = f" [{_range(number, number.spread)}]" if number.spread else ""
     error = "" if number.error is None else f" ({number.error:+.1%})"
-    return f"{words} > {_short(ours)}{spread}{error}"
+    return f"{words} > {_spelled(number, ours)}{spread}{error}"
+
+
+def _range(number: Number, ends: tuple[float, float]) -> str:
+    low, high = ends
+    return faster_between(low - 1, high - 1) if number.is_gain else "-".join(map(_short, ends))
+
+
+def _spelled(number: Number, value: float) -> str:
+    return faster(value - 1) if number.is_gain else _short(value)
 
 
 def _short(value: float) -> str:

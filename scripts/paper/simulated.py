@@ -12,15 +12,15 @@ from megatron.fold3d.observe.exposure import Exposure, exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features, lower
+from megatron.fold3d.plan.compile import Job, lower
 from megatron.fold3d.policy.partition import layers_of_stages
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
-from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
+from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import computed, timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 from scripts.paper.points import PASSES, Iteration, Point, flops
@@ -77,7 +77,7 @@ def _hardware(point: Point) -> Cluster:
 def usable_share(point: Point, name: str) -> float:
     """Return a system's peak of a GPU's memory, as part of what a run can use of it."""
     hardware = cluster(f"{point.node}x{point.gpus}")
-    usable_bytes = USABLE_MEMORY * hardware.gpu_memory_bytes
+    usable_bytes = hardware.usable_bytes
     if not SYSTEMS[name].candidate:  # all states are in shards
         return STATE_BYTES * SHAPES[point.model].num_parameters / point.gpus / usable_bytes
     sharded = name in ("auto", "dspeed3d")
@@ -85,7 +85,7 @@ def usable_share(point: Point, name: str) -> float:
     if point.node == "v100":  # as scripts/slurm/v100.sbatch has it
         setup = replace(candidate.setup, sequence_parallel=False, local_layers=True)
         candidate = replace(candidate, setup=setup)
-    costs = _estimate(point, candidate, hardware)
+    costs = estimate_of(SHAPES[point.model], hardware, candidate)
     peaks = memory(timeline_of(candidate, costs), costs.footprint)
     return max(rank.device_peak for rank in peaks) / usable_bytes
 
@@ -110,10 +110,10 @@ def _candidate(point: Point, name: str, *, sharded: bool = False) -> Candidate:
 def _timeline(point: Point, name: str, *, sharded: bool = False) -> Timeline:
     system = SYSTEMS[name]
     candidate = _candidate(point, name, sharded=sharded)
-    costs = _estimate(point, candidate, _hardware(point))
+    costs = estimate_of(SHAPES[point.model], _hardware(point), candidate)
     if not system.serial:
         return timeline_of(candidate, costs)
-    plan = lower(computed(candidate), features=Features(transfers=False, grad_sync="serial"))
+    plan = lower(Job.of(computed(candidate), grad_sync="serial"), transfers=False)
     seconds = costs.costs
     if name == "dspeed3d":  # every tensor-parallel rank sends the whole tensor
         seconds = replace(seconds, p2p_s=seconds.p2p_s * point.tp)
@@ -133,17 +133,6 @@ def _setup(point: Point, *, sharded: bool = False) -> Setup:
         recompute="full",
         small_gradients=True,
         distributed_optimizer=sharded,
-    )
-
-
-def _estimate(point: Point, candidate: Candidate, hardware: Cluster) -> Estimate:
-    return estimate(
-        SHAPES[point.model],
-        hardware,
-        candidate.setup,
-        num_ranks=candidate.num_ranks,
-        num_segments=candidate.num_segments,
-        layers=candidate.layers,
     )
 
 

@@ -75,7 +75,7 @@ class System:
         if not self.candidate and layout.fp16:
             return "no fp16 in Megatron's FSDP2; use GPUs that have bf16"
         if not self.candidate and layout.on_cpu:
-            return "Megatron's FSDP2 asks for a mesh of GPUs; scripts/bench/shards.py gives it CPUs"
+            return "Megatron's FSDP2 asks for a mesh of GPUs"
         if layout.pipeline_ranks == 1 and self.segments(layout) > 1:
             return "Megatron cuts layers into chunks in a pipeline only; give 2 ranks or more"
         return None

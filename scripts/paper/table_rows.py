@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features, lower
+from megatron.fold3d.plan.compile import Job, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.sizes import Setup, message_bytes
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -81,11 +81,11 @@ def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
     if folds:
         order = build("afab", **sizes)
         choice = Choice.plain("aiao", order.num_segments).changed(step="next")
-        plan = lower(order, choice, Features(transfers=False))
+        plan = lower(Job.of(order, choice), transfers=False)
         timeline = simulate(plan, costs, Link(grad_sync_order="edf"), iterations=ITERATIONS)
     else:
         order = build("interleaved" if segments > 1 else "1f1b", **sizes)
-        plan = lower(order, features=Features(transfers=False, grad_sync="serial"))
+        plan = lower(Job.of(order, grad_sync="serial"), transfers=False)
         timeline = simulate(plan, costs)
     exposed = mean(exposure(timeline))
     columns = {

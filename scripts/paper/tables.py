@@ -2,17 +2,15 @@
 
 from functools import cache
 from math import prod
-from pathlib import Path
 
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from scripts.paper.points import Point, Times, model_share, tflops
-from scripts.paper.published_rows import COLUMNS, SIZES, Row, Tables, published_ms
+from scripts.paper.published_rows import COLUMNS, SIZES, Row, Tables, published_ms, shape_name
 from scripts.paper.results import Grid, Number, Result
 from scripts.paper.row_sizes import predict_sizes
 from scripts.paper.table_rows import Fit, calibrate, predict
 from scripts.paper.withheld_rows import withheld_rows
 
-FILE = Path(__file__).parents[2] / "tests/data/fold3d_tables.json"
 CALIBRATION = "GPT-3 18B"
 """The model whose rows the constants are fitted to; all others are predictions."""
 _ITERATION = "iteration_ms"
@@ -23,7 +21,7 @@ _ROMAN = {"II": ("GPT-3 18B", "GPT-3 39B"), "III": ("BERT", "T-NLG", "CPM", "T5"
 @cache
 def published() -> tuple[Tables, Fit]:
     """Return the paper's rows, and the constants that are fitted to those of `CALIBRATION`."""
-    tables = Tables.read(FILE)
+    tables = Tables.read()
     return tables, calibrate(tables, [r for r in tables.rows if r["model"] == CALIBRATION])
 
 
@@ -124,7 +122,7 @@ def _measured(
 
 def point_of(row: Row) -> Point | None:
     """Return the job of a row; None for T5, which Megatron-core cannot train in a pipeline."""
-    model = row["model"].lower().replace("gpt-3 ", "gpt3-")
+    model = shape_name(row["model"])
     node, _, gpus = row["cluster"].lower().partition("x")
     if model == "t5":
         return None

@@ -78,8 +78,6 @@ def main() -> int:
         link=Link(parse_rate(on_testbed.RATE)),
         rank_flags=on_testbed.RANK_FLAGS,
         warmup=0,
-        real_time=False,
-        timeout_s=300.0,
         logs=_OUT / "logs",
     )
     layout, found = on_testbed.POINT.layout, {}

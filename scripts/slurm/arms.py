@@ -2,9 +2,10 @@
 
     python -m scripts.slurm.arms out/compare/7 pretrain_gpt.py -- --num-layers 24 ...
 
-An arm is a folder with its flags, one word a line, and a folder for each of its rounds. `given` has
-the user's flags; `strongest` is the fastest of stock in the same layout, by simulation; `search` is
-what `fold3d search` proposes; `auto` has the chunks of `strongest` and ``--schedule auto``.
+An arm is a folder with its flags, one word a line, and a folder for each of its rounds. `yours` has
+the user's flags; `stock-same-layout` is the fastest of stock in their layout, which ``--check``
+names too; `stock-any-layout` and `search` are what `fold3d search` finds and proposes; `auto` has
+the chunks of `stock-same-layout` and ``--schedule auto``.
 """
 
 import argparse
@@ -12,18 +13,17 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from megatron.fold3d.commands.megatron_flags import Described, described
+from megatron.fold3d.commands.megatron_flags import described
+from megatron.fold3d.commands.search_lines import of_stock_first
 from megatron.fold3d.commands.training_flags import training_flags, undecided, without
+from megatron.fold3d.commands.yours import yours
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS, preset_flags
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.planner import search
-from megatron.fold3d.predict.search.search_result import Search
 
 ROUNDS = 3
 _FEWEST_ITERATIONS = 30
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             (arm / f"round-{round_}").mkdir(parents=True, exist_ok=True)
         (arm / "flags").write_text("\n".join(words) + "\n")
         print(f"{arm.name}: {shlex.join(words)}")
+    notes.append(f"next, when they have trained: fold3d compare {shlex.quote(str(args.folder))}")
     print("\n".join(notes), flush=True)
     (args.folder / "resume").write_text(_resume(args.folder, args.script, os.environ) + "\n")
     return 0
@@ -65,13 +66,7 @@ def arms(
     """
     words = list(without(flags, _OWN_FOLDERS))
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name, otherwise in (
-        ("--tensor-model-parallel-size", 1),
-        ("--pipeline-model-parallel-size", 1),
-        ("--micro-batch-size", None),
-        ("--train-iters", None),
-    ):
-        own.add_argument(name, type=int, default=otherwise)
+    own.add_argument("--train-iters", type=int)
     own.add_argument("--model-preset")
     args, _ = own.parse_known_args(words)
     if given := [f"--{name}" for name in _OURS if list(without(words, [name])) != words]:
@@ -82,7 +77,7 @@ def arms(
         )
     last_two = f"{args.train_iters - 1}-{args.train_iters}"
     traced = ["--trace-iterations", last_two]
-    found, notes = {"given": [*words, *traced]}, []
+    found = {"yours": [*words, *traced]}
     if args.model_preset:
         family = next(family for family, name in SCRIPTS.items() if name == script)
         words = [*preset_flags(args.model_preset, family), *without(words, ["model-preset"])]
@@ -94,32 +89,22 @@ def arms(
         return [*shlex.split(chosen), *traced]
 
     said = described(words)
-    layout = {
-        "tensor_parallel": args.tensor_model_parallel_size,
-        "num_ranks": args.pipeline_model_parallel_size,
-        "microbatch_size": args.micro_batch_size,
-        "context_parallel": said.args.context_parallel_size,
-        "expert_parallel": said.args.expert_model_parallel_size,
-    }
-    stock = _search(said, hardware, **layout).best_stock
+    mine, remarks = yours(said, hardware)
+    batch = said.args.global_batch_size
+    free = search(said.model(), hardware, global_batch_size=batch, given=said.given())
+    notes = [*remarks, *(of_stock_first(free, mine) if mine else ())]
+    stock, anywhere = mine.same_layout if mine else None, free.best_stock
     if stock is None:
-        notes.append("no strongest and no auto: no stock configuration of this layout fits")
+        notes.append("no stock-same-layout and no auto: no stock configuration of this layout fits")
     else:
-        found["strongest"] = arm(stock.candidate)
-    found["search"] = arm(_search(said, hardware).choice.candidate)
+        found["stock-same-layout"] = arm(stock.candidate)
+    if anywhere and (stock is None or anywhere.candidate.layout != stock.candidate.layout):
+        found["stock-any-layout"] = arm(anywhere.candidate)
+    if not free.choice.candidate.is_stock:
+        found["search"] = arm(free.choice.candidate)
     if stock is not None:
         found["auto"] = arm(stock.candidate.with_options(order=AUTO))
     return found, notes
-
-
-def _search(said: Described, hardware: Cluster, **layout: Any) -> Search:
-    """Search for what is described, in this layout or in any."""
-    return search(
-        said.model(),
-        hardware,
-        global_batch_size=said.args.global_batch_size,
-        given=replace(said.given(), **layout),
-    )
 
 
 def _allocated(environment: Mapping[str, str]) -> Cluster:

@@ -8,17 +8,27 @@
 set -euo pipefail
 
 export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
-MASTER_PORT=$(python -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')
-export MASTER_PORT # free now; a job's id would not tell apart two clusters on one machine
+# A free port below those that outgoing connections take: one of these may be gone when rank 0 has imported
+# torch. A job's id would not tell apart two clusters on one machine.
+MASTER_PORT=$(python -c '
+import random, socket
+for port in random.sample(range(10000, 32768), 100):
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        continue
+    print(port)
+    break')
+export MASTER_PORT
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from sbatch
-# Hardware queues, unless you give a number. With tensor parallelism before Blackwell Megatron asserts
-# one, in which collectives start before the kernels that hide them. Preemption needs one for each
-# stream, and FSDP2 refuses a single one.
+# Hardware queues, unless you give a number: by the README's rule, which has one with tensor or
+# context parallelism and else 32. Preemption needs one for each stream, and FSDP2 refuses one.
+queues=32
+[[ ! " $*" =~ " --"(tensor-model|context)-parallel-size[=\ ]([2-9]|1[0-9]) ]] || queues=1
 case " $* " in
     *" --preemptive-comm "*) queues=32 ;;
     *" --use-torch-fsdp2 "*) queues=8 ;; # CUDA's default
-    *) queues=1 ;;
 esac
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-$queues}
 # shellcheck disable=SC2016  # the variables are those of each task

@@ -19,7 +19,6 @@ def test_one_rank_is_run_in_every_way(capsys: pytest.CaptureFixture[str]):
     assert "24 of 24 activations were back before they were needed; depth 1" in out
     assert "host memory: 1.000 of what the schedule holds (" in out
     assert "), 1.000 of equation 7" in out
-    assert out.count("refused: ") == 2  # Megatron's own, in a pipeline and with recomputation
 
 
 def test_a_way_to_copy_that_is_faster_than_trainings_is_counted():

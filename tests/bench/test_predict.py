@@ -1,9 +1,14 @@
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import cache
 
 import pytest
 
+from megatron.fold3d.observe.training_log import Spread
 from megatron.fold3d.predict.cost_model.cluster import NODES
-from scripts.bench import compare, predict, variants
+from scripts.bench import predict, summary, variants
+from scripts.bench.predict import Row, Simulation
+from scripts.bench.testbed import Link, parse_rate
+from scripts.bench.variants import Job
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +21,7 @@ MEASURED = {
     "87.5mbit": (7673, 5213, 5252, 5232, 5193),
     "175mbit": (6486, 5040, 5036, 5036, 5054),
 }
-PACES = ("--forward-ms", "24", "--backward-ms", "48")
+JOB = Job(clip_grad=0.0)
 
 
 # On links that lose messages, 2026-11-21: iteration, and the same on links that are not shaped; ms.
@@ -31,7 +36,6 @@ LOSSY = {
 }
 
 # Tied embeddings, layers of 12 and 24 ms, links of 100 Mb/s; one run of each.
-SLOWER = ("--rate", "100mbit", "--forward-ms", "12", "--backward-ms", "24")
 LOSSY_SLOWER = {
     "stock-default": (4813, 2590),
     "stock-v8-n8-do": (3198, 2590),
@@ -45,28 +49,37 @@ def without_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NODES, "testbed", replace(NODES["testbed"], ring_buffer_bytes=0))
 
 
-def report(*flags: str, rate: str = "50mbit") -> dict:
-    """What `compare --json` writes, as far as it is read."""
+@cache
+def predicted(rate: str = "50mbit", others_ms: float | None = None) -> list[Row]:
+    """What is predicted at a rate; other variants than the default may have taken other times."""
     measured = {name: (ms, 5332) for name, ms in zip(VARIANTS, MEASURED[rate], strict=True)}
-    return report_of(measured, "--rate", rate, *PACES, *flags)
+    if others_ms is not None:
+        measured |= dict.fromkeys(VARIANTS[1:], (others_ms, others_ms))
+    link = Link(parse_rate(rate))
+    return predicted_of(measured, Simulation.of(JOB, (24, 48), link))
 
 
-def report_of(measured: dict[str, tuple[int, int]], *flags: str) -> dict:
-    args = compare.parse_arguments(["--clip-grad", "0", *flags])
-    _, every = compare._read(args)
-    flags_of = {variant.name: asdict(variant) for variant in every}
-    return {
-        "arguments": {key: str(value) for key, value in vars(args).items()},
-        "rows": [
-            {"variant": flags_of[name], "spread": {"median_ms": ms}, "compute_ms": alone_ms}
-            for name, (ms, alone_ms) in measured.items()
-        ],
-    }
+def predicted_of(measured: dict[str, tuple[float, float]], simulation: Simulation) -> list[Row]:
+    by_name = {variant.name: variant for variant in variants.known(JOB)}
+    for percent in (60, 70):
+        flags = variants.with_parts(by_name["aiao-s8-auto"].flags, f":share={percent / 100}")
+        by_name[f"aiao-s8-share{percent}"] = variants.Variant(f"aiao-s8-share{percent}", flags)
+    found = (
+        summary.Row(
+            variant=by_name[name],
+            spread=Spread.of([ms]),
+            num_timed=1,
+            compute_ms=alone_ms,
+            communication_ms=0.0,
+        )
+        for name, (ms, alone_ms) in measured.items()
+    )
+    return predict.rows(simulation, found)
 
 
 @pytest.mark.parametrize("rate", MEASURED)
 def test_what_was_measured_on_the_testbed_is_predicted_within_2_percent(rate: str):
-    found = predict.rows(report(rate=rate))
+    found = predicted(rate)
     assert tuple(row.name for row in found) == VARIANTS
     for row in found:
         assert abs(row.error) < 0.02, row
@@ -74,7 +87,8 @@ def test_what_was_measured_on_the_testbed_is_predicted_within_2_percent(rate: st
 
 @pytest.mark.usefixtures("without_buffers")
 def test_what_was_measured_on_lossy_links_is_predicted_within_5_percent():
-    found = predict.rows(report_of(LOSSY, "--untied"))
+    link = Link(parse_rate("200mbit"))
+    found = predicted_of(LOSSY, Simulation.of(replace(JOB, untied=True), (6, 12), link))
     assert [row.name for row in found] == list(LOSSY)
     for row in found:
         assert abs(row.error) < 0.05, row
@@ -82,7 +96,8 @@ def test_what_was_measured_on_lossy_links_is_predicted_within_5_percent():
 
 @pytest.mark.usefixtures("without_buffers")
 def test_a_slower_testbed_is_predicted_within_5_percent_and_in_order():
-    found = predict.rows(report_of(LOSSY_SLOWER, *SLOWER))
+    link = Link(parse_rate("100mbit"))
+    found = predicted_of(LOSSY_SLOWER, Simulation.of(JOB, (12, 24), link))
     for row in found:
         assert abs(row.error) < 0.05, row
     default, stock, distributed, share = (row.predicted_ms for row in found)
@@ -90,26 +105,23 @@ def test_a_slower_testbed_is_predicted_within_5_percent_and_in_order():
 
 
 def test_where_dp_sync_is_long_variants_are_predicted_in_order():
-    default, stock, distributed, ours, share = (row.predicted_ms for row in predict.rows(report()))
+    default, stock, distributed, ours, share = (row.predicted_ms for row in predicted())
     assert share < ours == distributed < stock < default
 
 
 def test_only_stocks_default_on_unshaped_links_is_fitted():
-    slower = report()
-    for row in slower["rows"][1:]:
-        row["spread"], row["compute_ms"] = {"median_ms": 1}, 1
-    fitted, other = (predict.rows(given) for given in (report(), slower))
+    fitted, other = predicted(), predicted(others_ms=1.0)
     assert [row.predicted_ms for row in fitted] == [row.predicted_ms for row in other]
 
 
 def test_a_faster_link_shortens_what_its_traffic_exposes():
-    slow, fast = (predict.rows(report(rate=rate)) for rate in ("50mbit", "62.5mbit"))
+    slow, fast = (predicted(rate) for rate in ("50mbit", "62.5mbit"))
     assert all(f.predicted_ms < s.predicted_ms for f, s in zip(fast, slow, strict=True))
 
 
 def test_layers_that_were_not_paced_are_not_predicted():
     with pytest.raises(ValueError, match=r"layers were paced to 0\.0 ms forward"):
-        predict.rows(report("--no-pacing"))
+        Simulation.of(JOB, (0.0, 0.0), Link())
 
 
 UNPREDICTED = {  # systems of the paper, and ours that measures: these are refused by name
@@ -121,23 +133,20 @@ UNPREDICTED = {  # systems of the paper, and ours that measures: these are refus
 
 
 def test_every_known_variant_is_one_that_the_planner_knows():
-    args = compare.parse_arguments(["--untied", "--clip-grad", "0"])
-    bench, every = compare._read(args)
-    job = predict.Job.read({key: str(value) for key, value in vars(args).items()})
-    for variant in every:
+    simulation = Simulation.of(JOB, (6, 12), Link())
+    for variant in variants.known(JOB):
         if found := UNPREDICTED.get(variant.name):
             with pytest.raises(ValueError, match=found):
-                job.candidate(variant.flags)
+                simulation.candidate(variant.flags)
             continue
-        candidate = job.candidate(variant.flags)
+        candidate = simulation.candidate(variant.flags)
         assert candidate.is_stock == variant.is_stock
         assert candidate.setup.distributed_optimizer == variant.is_distributed_optimizer
-    assert len(every) == 1 + len(list(variants.known(bench.job))) - 1
 
 
 def test_delayed_weight_grads_are_predicted():
-    job = predict.Job.read(report("--rate", "400mbit")["arguments"])
+    simulation = Simulation.of(JOB, (24, 48), Link(4e8))
     flags = ["--segments", "8", "--schedule", "aiao:step=next"]
     delayed = [*flags[:-1], "aiao:step=next:wgrad=last@4,7"]
-    assert str(job.candidate(delayed).choice) == "aiao:step=next:wgrad=last@4,7"
-    assert job.iteration_ms(delayed) < job.iteration_ms(flags)
+    assert str(simulation.candidate(delayed).choice) == "aiao:step=next:wgrad=last@4,7"
+    assert simulation.iteration_ms(delayed) < simulation.iteration_ms(flags)

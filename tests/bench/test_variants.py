@@ -1,3 +1,4 @@
+from argparse import ArgumentParser
 from dataclasses import replace
 
 import pytest
@@ -6,18 +7,7 @@ from scripts.bench import variants
 from scripts.bench.compare import main
 from scripts.bench.variants import DEFAULT, Job, Variant
 
-JOB = Job(
-    num_ranks=2,
-    data_parallel=4,
-    num_microbatches=8,
-    num_layers=16,
-    hidden_size=256,
-    seq_length=32,
-    micro_batch_size=3,
-    num_iterations=10,
-    clip_grad=0.0,
-    recompute=False,
-)
+JOB = Job(data_parallel=4, micro_batch_size=3)
 
 
 def value(flags, name):
@@ -26,7 +16,7 @@ def value(flags, name):
 
 def test_the_batch_feeds_every_pipeline_its_microbatches():
     assert value(JOB.flags(), "--global-batch-size") == str(8 * 4 * 3)
-    assert JOB.world_size == 8
+    assert (JOB.world_size, replace(JOB, tensor_parallel=2).world_size) == (8, 16)
 
 
 def test_recompute_is_the_same_for_all():
@@ -34,14 +24,23 @@ def test_recompute_is_the_same_for_all():
     assert value(replace(JOB, recompute=True).flags(), "--recompute-granularity") == "full"
 
 
-def test_layers_that_ranks_cannot_share_are_refused_with_a_number_that_works():
-    with pytest.raises(ValueError, match="--layers 15 is not divisible by --pp 2; try --layers 14"):
-        replace(JOB, num_layers=15)
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_layers": 15}, "--layers 15 is not divisible by --pp 2; try --layers 14"),
+        ({"num_ranks": 0}, "--pp 0: it is at least one"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused_with_what_can(changed, message):
+    with pytest.raises(ValueError, match=message):
+        replace(JOB, **changed)
 
 
-def test_a_job_without_ranks_is_refused():
-    with pytest.raises(ValueError, match="--pp 0: it is at least one"):
-        replace(JOB, num_ranks=0)
+def test_options_are_of_the_job_and_others_are_its_own():
+    parser = ArgumentParser()
+    variants.add_job_options(parser, JOB, ("dp", "recompute", "clip_grad"))
+    args = parser.parse_args(["--dp", "2", "--recompute"])
+    assert variants.job_of(args, JOB) == replace(JOB, data_parallel=2, recompute=True)
 
 
 def test_the_sweep_has_every_even_cut_from_depth_first_to_breadth_first():
@@ -72,15 +71,13 @@ def test_stock_is_what_names_no_schedule():
     assert all(v.is_stock == v.name.startswith(stock) for v in variants.known(JOB))
 
 
-def test_the_default_always_takes_part_and_comes_first():
-    chosen = variants.choose(list(variants.known(JOB)), ["aiao-s8"], None)
-    assert [variant.name for variant in chosen] == ["stock-default", "aiao-s8"]
-
-
-def test_the_distributed_optimizer_selects_variants():
-    every = list(variants.known(JOB))
-    chosen = variants.choose(every, ["aiao-s8*"], True)
-    assert [variant.name for variant in chosen] == ["stock-default", "aiao-s8-do"]
+@pytest.mark.parametrize(
+    ("pattern", "distributed", "names"),
+    [("aiao-s8", None, ["aiao-s8"]), ("aiao-s8*", True, ["aiao-s8-do"])],
+)
+def test_the_default_takes_part_in_what_is_chosen(pattern, distributed, names):
+    chosen = variants.choose(list(variants.known(JOB)), [pattern], distributed)
+    assert [variant.name for variant in chosen] == ["stock-default", *names]
 
 
 def test_a_pattern_that_names_no_variant_is_refused():

@@ -50,11 +50,11 @@ def test_the_ratio_is_of_throughputs_after_warmup(fold3d, runs: tuple[Path, Path
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         "         ms per iteration (quartiles)  samples/s  model TFLOP/s per GPU  "
-        "speed-up by B aiao (95% CI)",
+        "                  B aiao is (95% CI)",
         "A stock              1515 (1500-1530)      10.55                  100.5  "
-        "        1.500 (1.485-1.515)",
+        "50.0% faster (48.5% to 51.5% faster)",
         "B aiao               1010 (1000-1020)      15.83                  100.5",
-        "B aiao is faster than A stock: 1.500 times as fast, 95% CI 1.485-1.515 (bootstrap)",
+        "B aiao is 50.0% faster than A stock, 95% CI 48.5% to 51.5% faster (bootstrap)",
         "",
         "loss: equal in every digit in 20 of 20 iterations",
         "",
@@ -73,7 +73,7 @@ def test_iterations_in_which_a_run_chooses_its_schedule_do_not_count(fold3d, run
         0,
         "B aiao is timed from iteration 113 on: --schedule auto chose until then\n",
     )
-    assert "B aiao is faster than A stock: 1.500 times as fast" in out
+    assert "B aiao is 50.0% faster than A stock" in out
 
 
 def test_losses_that_part_are_told_with_the_iteration_and_by_how_much(fold3d, runs):
@@ -94,7 +94,7 @@ def test_logs_are_found_beside_a_folder_of_traces(fold3d, tmp_path: Path, folder
     beside.write_text(log(1000.0))
     code, out, _ = fold3d(f"compare {stock} {traces}")
     assert code == 0
-    assert "1.50" in out
+    assert "50.0% faster" in out
     beside.unlink()
     (tmp_path / "aiao-2.out").write_text(log(1000.0))  # another run's
     assert "no log of" in fold3d(f"compare {stock} {traces}")[1]
@@ -152,7 +152,7 @@ def test_without_matplotlib_there_is_no_plot(fold3d, tmp_path: Path, monkeypatch
     arms(tmp_path, {"given": (True,), "ours": (True,)})
     code, out, err = fold3d(f"compare {tmp_path}")
     assert (code, err) == (0, f"{NO_PICTURE}\n")
-    assert "B ours is faster than A given" in out
+    assert "% faster than A given, 95% CI" in out
     code, out, err = fold3d(f"compare {tmp_path} --svg {tmp_path}/a.svg")
     assert (code, out) == (2, "")
     assert err == f"fold3d compare: --svg: {NO_PICTURE}\n"
@@ -223,7 +223,7 @@ def test_iterations_of_unknown_size_are_compared_one_by_one(fold3d, runs):
     stock, aiao = runs
     aiao.write_text(aiao.read_text().replace("global batch size:    16", "", 10))
     _, out, _ = fold3d(f"compare {stock} {aiao}")
-    assert "B aiao is faster than A stock: 1.500 times as fast" in out
+    assert "B aiao is 50.0% faster than A stock" in out
 
 
 def test_a_run_compared_with_itself_keeps_its_name(fold3d, runs):
@@ -239,25 +239,47 @@ def test_of_three_runs_the_last_is_judged_by_the_fastest_of_the_others(fold3d, t
     code, out, err = fold3d(f"compare {' '.join(paths)}")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert [line.split()[-2:] for line in lines[1:3]] == [
-        ["2.000", "(1.980-2.020)"],
-        ["1.500", "(1.485-1.515)"],
-    ]
-    assert "C auto is faster than B tuned: 1.500 times as fast, 95% CI 1.485-1.515" in lines[4]
+    assert lines[1].endswith("  100.0% faster (98.0% to 102.0% faster)")
+    assert lines[2].endswith("  50.0% faster (48.5% to 51.5% faster)")
+    assert "C auto is 50.0% faster than B tuned, 95% CI 48.5% to 51.5% faster" in lines[4]
     assert "loss: equal in every digit in 20 of 20 iterations" in lines
     result = json.loads(fold3d(f"compare {' '.join(paths)} --json")[1])
     assert [ratio["value"] for ratio in result["ratios"]] == pytest.approx([2.0, 1.5])
     assert result["verdict"] in lines[4]
 
 
+def test_arms_of_one_job_are_judged_by_stock_in_the_same_layout(fold3d, tmp_path: Path):
+    arms = {"1-yours": 3000.0, "2-stock-same-layout": 1500.0, "3-stock-any-layout": 1200.0}
+    for name, ms in (arms | {"4-auto": 1000.0}).items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.log").write_text(log(ms))
+        (tmp_path / name / "flags").write_text("--lr\n1\n")
+    _, out, _ = fold3d(f"compare {tmp_path}")
+    lines = out.splitlines()
+    assert lines[-1] == f"flags of D auto, the fastest {tmp_path}/4-auto/flags"
+    names = ["A yours", "B stock, same layout", "C stock, any layout", "D auto"]
+    assert [line.partition("  ")[0] for line in lines[1:5]] == names
+    assert lines[5].startswith("D auto is 50.0% faster than B stock, same layout, 95% CI ")
+
+
 def test_where_the_interval_contains_one_no_difference_is_shown(fold3d, runs):
     stock, aiao = runs
     aiao.write_text(log(1500.0))
-    verdict = "No difference shown between B aiao and A stock: 1.000 times as fast"
+    verdict = "No difference shown between B aiao and A stock: 0.0% faster, 95% CI 1.0% slower to"
     assert verdict in fold3d(f"compare {stock} {aiao}")[1]
     aiao.write_text(log(1600.0))
-    verdict = "B aiao is slower than A stock: 0.938 times as fast"
+    verdict = "B aiao is 6.2% slower than A stock"
     assert verdict in fold3d(f"compare {stock} {aiao}")[1]
+
+
+def test_ranks_that_share_a_machine_get_no_verdict(fold3d, tmp_path: Path):
+    for name, ms in (("stock", 1000.0), ("aiao", 1500.0)):
+        write_traces(tmp_path / name, shares_cores=name == "aiao")
+        (tmp_path / name / "run.log").write_text(log(ms))
+    _, out, _ = fold3d(f"compare {tmp_path}/stock {tmp_path}/aiao")
+    said = "No verdict: ranks shared the cores of one machine, without a network between"
+    assert said in out.splitlines()
+    assert "slower than" not in out
 
 
 def test_terminal_picture_and_page_have_one_verdict(fold3d, tmp_path: Path):
@@ -273,12 +295,12 @@ def test_terminal_picture_and_page_have_one_verdict(fold3d, tmp_path: Path):
     code, out, err = fold3d(f"compare {paths} --timelines {svg} --html {html}")
     assert (code, err) == (0, "")
     verdict = out.splitlines()[4].removesuffix(" (bootstrap)")
-    assert verdict.startswith("C auto is faster than B tuned")
+    assert verdict.startswith("C auto is 50.0% faster than B tuned")
     assert "TFLOP/s" not in out
     page = html.read_text()
     for text in (svg.read_text(), page):
         assert f"<title>{verdict}</title>" in text
-    assert "<td>1.500 (1.485-1.515)</td>" in page
+    assert "<td>50.0% faster (48.5% to 51.5% faster)</td>" in page
     assert "Loss: equal in every digit in 20 of 20 iterations" in page
     assert out.splitlines()[-2:] == [f"timelines  {svg}", f"page       {html}"]
     table = [line.split()[:3] for line in out.splitlines()[-5:-3]]
@@ -301,7 +323,7 @@ def test_a_folder_of_runs_is_compared_with_all_their_rounds(fold3d, tmp_path: Pa
     arms(tmp_path, {"given": (True, True), "ours": (True, True)})
     code, out, err = fold3d(f"compare {tmp_path}")
     assert (code, err) == (0, "")
-    assert "B ours is faster than A given: 1.99" in out
+    assert "B ours is 99." in out
     assert out.splitlines()[-1] == f"losses     {tmp_path}/losses.svg"
     result = json.loads(fold3d(f"compare {tmp_path} --json")[1])
     assert [run["iterations"] for run in result["runs"]] == [20, 20]
@@ -315,7 +337,7 @@ def test_rounds_that_have_not_finished_are_named_with_how_to_go_on(fold3d, tmp_p
     code, out, err = fold3d(f"compare {tmp_path}")
     assert code == 0
     assert f"{tmp_path}: {told}" in err
-    assert "B ours is faster than A given" in out
+    assert "% faster than A given, 95% CI" in out
     assert "search" not in out
 
 

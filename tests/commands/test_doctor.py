@@ -15,7 +15,7 @@ from megatron.fold3d.commands import doctor as command
 from megatron.fold3d.commands.doctor import cluster_toml
 from megatron.fold3d.commands.installation import Finding, installation
 from megatron.fold3d.predict.cost_model.cluster import cluster
-from megatron.fold3d.runtime.measure.link_speeds import pairs
+from megatron.fold3d.runtime.measure.lanes import pairs
 from megatron.fold3d.training.installation_facts import architectures, busy, connections, untested
 from tests.distributed import run_distributed
 

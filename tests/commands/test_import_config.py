@@ -8,68 +8,11 @@ from megatron.fold3d.commands.import_config import megatron_flags
 from megatron.fold3d.commands.megatron_flags import described
 from megatron.fold3d.predict.cost_model.presets import model_shape
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128_256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500_000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
-
-# As the file of DeepSeek-V3 has them.
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "vocab_size": 129_280,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "rms_norm_eps": 1e-6,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "n_group": 8,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "first_k_dense_replace": 3,
-    "moe_layer_freq": 1,
-    "seq_aux": True,
-    "aux_loss_alpha": 1e-4,
-    "num_nextn_predict_layers": 1,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "rope_theta": 10_000,
-    "ep_size": 1,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
-}
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"  # as the makers' files have them
+LLAMA, DEEPSEEK_V3, QWEN3_MOE, GPT_OSS = (
+    json.loads((CONFIGS / f"{name}.json").read_text())
+    for name in ("llama3", "deepseek_v3", "qwen3_moe", "gpt_oss")
+)
 
 
 def test_a_configuration_becomes_flags_that_the_planner_reads(fold3d, tmp_path: Path):
@@ -113,7 +56,6 @@ def test_megatron_parses_the_flags_of_latent_attention_and_of_experts_in_groups(
     ("change", "message"),
     [
         ({"n_group": 4, "num_experts_per_tok": 4}, "found topk_group=4; it has to be num_experts"),
-        ({"rms_norm_eps": 1e-5}, "found rms_norm_eps=1e-05; it has to be 1e-06"),
         ({"topk_method": "greedy"}, "found topk_method='greedy'; it has to be noaux_tc"),
         ({"num_key_value_heads": 8}, "found num_key_value_heads=8; it has to be num_attention"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "found rope_type='yarn' with"),
@@ -138,6 +80,9 @@ def test_a_deepseek_that_megatron_would_build_otherwise_is_refused(change, messa
         ({"hidden_act": "gelu"}, "found hidden_act='gelu'; it has to be silu"),
         ({"attention_bias": True}, "found attention_bias=True; it has to be false"),
         ({"hidden_size": None}, "lacks hidden_size"),
+        ({"is_llama_config": True, "rope_interleaved": False}, "unknown fields is_llama_config: a"),
+        ({**GPT_OSS, "attention_bias": False}, "found attention_bias=False; it has to be true"),
+        ({**GPT_OSS, "swiglu_alpha": 1}, "found swiglu_alpha=1; it has to be 1.702"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "found rope_type='yarn'"),
         ({"model_type": "mistral", "sliding_window": 4096}, "found sliding_window=4096; it has to"),
         ({"model_type": "qwen2", "use_mrope": True}, "found use_mrope=True; it has to be false"),
@@ -157,6 +102,45 @@ def test_what_qwen_writes_and_does_not_use_is_no_obstacle():
     unused = {"use_mrope": False, "use_sliding_window": False, "sliding_window": 131_072}
     qwen = LLAMA | {"model_type": "qwen2"}
     assert megatron_flags(qwen | unused) == megatron_flags(qwen)
+
+
+def test_what_is_switched_off_is_taken_and_named(fold3d, tmp_path: Path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA | {"is_llama_config": False, "rope_interleaved": None}))
+    code, printed, said = fold3d(f"import {file}")
+    assert (code, printed.split()) == (0, [*megatron_flags(LLAMA)])
+    assert (
+        said
+        == "taken as unused, since they are false or empty: is_llama_config, rope_interleaved\n"
+    )
+
+
+def test_the_epsilon_of_deepseek_is_a_flag_and_where_it_differs_is_said(fold3d, tmp_path: Path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(DEEPSEEK_V3 | {"rms_norm_eps": 1e-5}))
+    code, printed, said = fold3d(f"import {file}")
+    assert (code, "--norm-epsilon 1e-05" in printed) == (0, True)
+    assert said.startswith("rms_norm_eps=1e-05 is that of latent vectors too, where transformers")
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"), [(QWEN3_MOE, 30_532_122_624), (LLAMA | GPT_OSS, 20_914_757_184)]
+)
+def test_families_with_experts_have_the_parameters_that_their_makers_say(
+    parser, config, parameters: int
+):
+    flags = megatron_flags(config)
+    parser.parse_args(flags)
+    read = described(f"{' '.join(flags)} --seq-length 4096 --global-batch-size 8".split())
+    assert read.model().num_parameters == parameters
+
+
+def test_layers_without_experts_and_windows_are_patterns():
+    dense = megatron_flags(QWEN3_MOE | {"mlp_only_layers": [0], "num_hidden_layers": 3})
+    assert "--moe-layer-freq [0,1,1]" in " ".join(dense)
+    windows = ["full_attention", "sliding_attention"]
+    flags = " ".join(megatron_flags(GPT_OSS | {"num_hidden_layers": 2, "layer_types": windows}))
+    assert "--window-size 127,0 --window-attn-skip-freq [0,1]" in flags
 
 
 def test_a_file_that_is_no_json_is_named_once(fold3d, tmp_path: Path):

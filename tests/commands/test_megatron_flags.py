@@ -1,14 +1,25 @@
-from argparse import Namespace
+import json
+import re
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.fold3d.commands.megatron_flags import described, given_training
+from megatron.fold3d.commands.training_words import _parser
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 from megatron.fold3d.predict.cost_model.presets import preset_flags
 from megatron.fold3d.predict.cost_model.sizes import Setup, layer_bytes
 
+COST_NOTHING = Path(__file__).parents[1] / "options_that_cost_nothing.txt"
+GROUPS_OF_MODEL = (
+    *("transformer configuration", "network size", "mixed precision", "moe", "mla"),
+    *("experimental_attention_variant", "heterogeneous architecture", "Transformer-Engine"),
+    "experimental",
+)
+BATCH = "--global-batch-size 8"
+EXPERTS = "--num-experts 4"
 FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
 SCRIPT = """\
 #!/bin/bash
@@ -30,7 +41,7 @@ TRAINING="\\
     --global-batch-size $BATCH \\
     --bf16"
 DATA+=("--vocab-size 128256")
-torchrun --nproc_per_node 8 pretrain_gpt.py ${MODEL_ARGS[@]} $TRAINING --lr 1e-4
+torchrun --nproc_per_node 8 pretrain_gpt.py ${MODEL_ARGS[@]} $TRAINING "${DATA[@]}" --lr 1e-4
 """
 
 
@@ -41,11 +52,48 @@ def test_a_script_is_read_with_its_variables(tmp_path: Path):
     shape = found.model()
     assert (shape.num_layers, shape.num_attention_heads, shape.seq_length) == (32, 32, 8192)
     assert shape.num_parameters == SHAPES["llama3-8b"].num_parameters == 8_030_261_248
-    assert (found.args.global_batch_size, found.given().rest.fp32) == (128, False)
+    assert (found.args.global_batch_size, found.given()["fp32"]) == (128, False)
     assert found.notes() == (
         f"read from {file}: 32 layers of 4096, 32 heads (8 of keys and values), gated "
         "feed-forward layers of 14336, sequences of 8192, a vocabulary of 128256: 8.0 billion "
         "parameters, 128 sequences per iteration, bf16",
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            f"train {FLAGS} {BATCH} {EXPERTS} --moe-layer-freq $F",
+            "--moe-layer-freq $F could not be",
+        ),
+        (f"for i in 1; do L=$i; done; train {FLAGS} --num-layers $L", "($i: a loop sets it); give"),
+        (
+            f"train {FLAGS} --global-batch-size $((B * 2))",
+            "($((B*2)): of B (the script gives it no",
+        ),
+    ],
+)
+def test_what_makes_a_model_and_cannot_be_read_is_refused(
+    tmp_path: Path, script: str, message: str
+):
+    file = tmp_path / "train.sh"
+    file.write_text(script)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        given_training(Namespace(words=((), ()), from_script=file))
+    typed = f"{BATCH} --num-layers 2 --moe-layer-freq ([1]*2)".split()
+    given_training(Namespace(words=(typed, ()), from_script=file))
+
+
+def test_what_may_be_otherwise_is_said(tmp_path: Path):
+    file = tmp_path / "train.sh"
+    branch = "if [ $FAST ]; then MORE=--swiglu; fi"
+    file.write_text(f"{branch}\ntrain {FLAGS} {BATCH} --lr $LR --micro-batch-size $M $MORE")
+    assert given_training(Namespace(words=((), ()), from_script=file)).notes()[2:] == (
+        "not read: --lr $LR could not be read (the script gives it no value)",
+        "not read: --micro-batch-size $M could not be read (the script gives it no value)",
+        f"assumed: --swiglu, from branches of {file} of which it is not known whether they are "
+        "taken; those with most flags count",
     )
 
 
@@ -118,6 +166,16 @@ def test_half_of_multi_latent_attention_is_refused():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (
+            f"{FLAGS} {BATCH} --spec my.layers spec",
+            "--spec: the planner does not model layers of a",
+        ),
+        (f"{FLAGS} {BATCH} --hybrid-override-pattern M*", "layers that are no transformer's; drop"),
+        (f"{FLAGS} {BATCH} --experimental-attention-variant dsa", "not model other attention"),
+        (f"{FLAGS} {BATCH} {EXPERTS} --moe-layer-freq 2", "--moe-layer-freq 2: the planner models"),
+        (f"{FLAGS} {BATCH} {EXPERTS} --moe-layer-freq f()", "--moe-layer-freq f(): the planner"),
+        (f"{FLAGS} {BATCH} {EXPERTS} --moe-layer-freq [1,0]", "--moe-layer-freq [1,0]: the"),
+        (f"{FLAGS} {BATCH} {EXPERTS} --moe-layer-freq ([1]*40)", "it is of 40 layers, and --num-"),
         (FLAGS, "the command line has no --global-batch-size; the model and the batch are read"),
         (f"{FLAGS} --global-batch-size", "the command line has no --global-batch-size"),
         (f"{FLAGS} --global-batch-size x", "--global-batch-size: invalid int value: 'x'"),
@@ -128,8 +186,77 @@ def test_half_of_multi_latent_attention_is_refused():
     ],
 )
 def test_flags_that_are_not_modelled_are_refused(flags: str, message: str):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         described(flags.split())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dense"), [("([1]*2)", 0), ("[1]+[1]", 0), ("([0]*1+[1]*1)", 1), ("[0,1]", 1)]
+)
+def test_layers_with_experts_are_any_list_of_numbers(pattern: str, dense: int):
+    flags = f"{FLAGS} {BATCH} {EXPERTS} --moe-layer-freq {pattern}"
+    assert described(flags.split()).model().num_dense_layers == dense
+
+
+def test_what_adds_parameters_is_counted():
+    def added(flags: str, more: str) -> int:
+        one, other = (described(f"{FLAGS} {BATCH} {words}".split()) for words in (flags, more))
+        return other.model().num_parameters - one.model().num_parameters
+
+    h, layers, heads, experts, of_expert = 64, 2, 4, 4, 96
+    gated = "--quick-geglu --ffn-hidden-size 128"
+    assert added("--ffn-hidden-size 128", gated) == layers * (h * 128 + 128)
+    assert added("", "--attention-output-gate") == layers * (h * h + h)
+    assert added("", "--softmax-type learnable") == layers * heads
+    assert added("", "--use-rotary-position-embeddings") == -32 * h
+    assert added("--padded-vocab-size 200", "--padded-vocab-size 201") == h
+    some = f"{EXPERTS} --moe-ffn-hidden-size {of_expert} --disable-bias-linear"
+    shared = f"{some} --moe-shared-expert-intermediate-size 128"
+    assert added(some, f"{some} --moe-shared-expert-gate") == 0
+    assert added(shared, f"{shared} --moe-shared-expert-gate") == layers * h
+    narrower = experts * 2 * (h - 16) * of_expert
+    assert added(some, f"{some} --moe-latent-size 16") == layers * (2 * h * 16 - narrower)
+
+
+def test_a_gated_layer_of_a_narrow_model_has_megatrons_width_zero():
+    narrow = f"{BATCH} --num-layers 2 --num-attention-heads 2 --seq-length 8 --hidden-size 16"
+    for flags, widths in (
+        ("", (64, 64)),
+        ("--swiglu", (0, 0)),
+        ("--swiglu --moe-ffn-hidden-size 8", (0, 8)),
+        ("--ffn-hidden-size 48 --moe-ffn-hidden-size 0", (48, 0)),
+    ):
+        found = described(f"{narrow} {EXPERTS} {flags}".split()).model()
+        assert (found.ffn_size, found.expert_ffn_size) == widths
+
+
+def test_the_published_arguments_of_gpt_oss_have_its_parameters():
+    flags = """--num-layers 24 --hidden-size 2880 --ffn-hidden-size 2880 --num-attention-heads 64
+        --group-query-attention --num-query-groups 8 --kv-channels 64 --seq-length 4096
+        --padded-vocab-size 201088 --normalization RMSNorm --untie-embeddings-and-output-weights
+        --position-embedding-type rope --num-experts 32 --moe-router-topk 4 --quick-geglu
+        --softmax-type learnable --window-attn-skip-freq 2 --window-size 128,0"""
+    found = described(f"{flags} {BATCH}".split())
+    assert found.model().num_parameters == 20_914_757_184
+    assert found.notes()[1:] == ("not in these estimates: --window-size",)
+
+
+def test_every_option_that_makes_a_model_is_counted_named_or_known_to_cost_nothing(
+    parser: ArgumentParser,
+):
+    """Megatron's next version has new options: read them, or list those that cost nothing.
+
+    What costs nothing changes no parameters, FLOPs or memory, or does so only beside an option that
+    is read.
+    """
+    of_model = {
+        action.dest
+        for group in parser._action_groups
+        if group.title in GROUPS_OF_MODEL
+        for action in group._group_actions
+    }
+    others = of_model - {action.dest for action in _parser()._actions}
+    assert others == {*COST_NOTHING.read_text().split()}
 
 
 def test_what_is_not_said_is_an_assumption():
@@ -171,12 +298,18 @@ def test_search_says_what_it_has_read(fold3d):
 def test_of_a_script_the_search_says_what_to_append_and_what_to_drop(fold3d, tmp_path: Path):
     file = tmp_path / "train.sh"
     file.write_text(
+        "PARALLEL=(\n  --tensor-model-parallel-size 1\n  --recompute-granularity full\n)\n"
         f"torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS} --global-batch-size 8 --bf16 \\\n"
-        "    --vocab-size 128 --norm-epsilon 1e-6 --recompute-granularity full --schedule aiao\n"
+        "    --vocab-size 128 --norm-epsilon 1e-6 ${PARALLEL[@]} --schedule stock\n"
     )
-    code, said, _ = fold3d(f"search --cluster h100x2 --top 1 --from-script {file}")
+    search = f"search --cluster H100x2 --top 1 --tp 1 --pp 1 --from-script {file}"
+    code, said, _ = fold3d(search)
     assert code == 0
-    *_, how, flags, without = said.splitlines()
+    assert "chooses sizes anew" not in said
+    assert said.count("yours: stock 1f1b\n") == 1
+    assert json.loads(fold3d(f"{search} --json")[1])["yours"]["recompute"] == "full"
+    *_, how, flags, without, last = said.splitlines()
     assert how.endswith(f", appended to those of {file}:")
     assert flags.startswith("--bf16 --tensor-model-parallel-size ")
-    assert without == "and without --recompute-granularity full --schedule aiao"
+    assert without == "and without --recompute-granularity --schedule"
+    assert last == "next, on a login node: the job with these flags and --check H100x2"

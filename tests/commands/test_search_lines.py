@@ -10,10 +10,12 @@ from megatron.fold3d.commands.search_lines import (
     _in_16_bits,
     _table,
     environment,
+    of_stock_first,
     plot,
     rates_of,
     verdict,
 )
+from megatron.fold3d.commands.yours import OneFlag, Yours
 from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import cluster
@@ -63,6 +65,24 @@ def test_rows_are_sorted_by_time_and_what_takes_as_long_is_one_row():
     ]
 
 
+def test_rows_show_in_what_they_differ():
+    others = (
+        AIAO,
+        replace(AIAO, layers=(3, 3, 2, *(2,) * 13)),
+        replace(AIAO, layers=(3, *(2,) * 14, 3)),
+        replace(AIAO, recompute_layers=(1,) * 16),
+        replace(AIAO, recompute_layers=(0,) * 15 + (1,)),
+    )
+    said = "\n".join(_table(found(*(judged(c, 5 + n / 10) for n, c in enumerate(others)))))
+    named = "layers=3x2,2x14", "layers=3,2x14,3", "recompute=1x16", "recompute=0x15,1"
+    assert [word for word in said.split() if "=" in word] == [*named]
+
+
+def test_the_users_own_run_has_a_row_of_its_own():
+    said = list(_table(found(judged(AIAO, 5.0)), judged(AIAO, 5.0)))
+    assert [line[60:] for line in said[1:3]] == ["aiao", "yours: aiao"]
+
+
 def test_no_row_is_wider_than_a_terminal():
     long = replace(AIAO.with_options(ahead=3).changed(step="next"), shards="gradients")
     assert max(map(len, "\n".join(_table(found(judged(long, 0.01)))).splitlines())) <= WIDTH
@@ -71,17 +91,25 @@ def test_no_row_is_wider_than_a_terminal():
 @pytest.mark.parametrize(
     ("gains", "said"),
     [
-        ((0.2, 0.1, 0.3), "10.0% to 30.0% faster than stock Megatron, with these flags"),
+        (
+            (0.2, 0.1, 0.3),
+            "same layout: 4.0% faster; best layout of each: 10.0% to 30.0% faster, if stock waits "
+            "for its sends, which no GPU has confirmed; with these flags",
+        ),
         (
             (0.2, -0.05, 0.3),
-            "measure first: 5.0% slower to 30.0% faster than stock Megatron; what decides is what "
-            "NICs achieve: measure it; ours has these flags",
+            "measure first: same layout: 4.0% faster; best layout of each: 5.0% slower to 30.0% "
+            "faster, if stock waits for its sends, which no GPU has confirmed; what decides is "
+            "what NICs achieve: measure it; ours has these flags",
         ),
     ],
 )
 def test_a_gain_that_an_assumption_turns_into_a_loss_is_to_be_measured(gains, said: str):
     cases = [Case("assumed", gain, "what NICs achieve", "measure it") for gain in gains]
-    assert verdict(found(judged(AIAO, 5.0)), cases) == said
+    alike = judged(STOCK, 5.2)
+    assert verdict(found(judged(AIAO, 5.0), same_layout=alike), cases) == said
+    alone = verdict(found(judged(AIAO, 5.0)), cases)
+    assert alone == said.replace("4.0% faster;", "no stock configuration fits;")
 
 
 def test_stock_is_the_answer_where_ours_gains_nothing():
@@ -92,10 +120,40 @@ def test_16_bits_are_counted_on_both_sides_with_what_they_change():
     rounded = replace(SETUP, small_gradients=True, accumulates_in_fp32=True)
     both = [judged(replace(c, setup=rounded), s) for c, s in ((AIAO, 4.5), (STOCK, 5.7))]
     said = list(_in_16_bits(found(judged(AIAO, 5.0), in_16_bits=tuple(both))))
-    assert "4.500s, 10.0% less: aiao" in said[1]
-    assert "5.700s, 5.0% less: stock breadth-first" in said[3]
+    assert "4.500s, 11.1% faster: aiao" in said[1]
+    assert "5.700s, 5.3% faster: stock breadth-first" in said[3]
     assert "--ddp-param-name-patterns-for-fp32-local-accumulation all" in said[2]
     assert said[-1] == ("  micro-batches add up in 32 bits; what a replica sends is rounded to 16")
+    alone = replace(STOCK, setup=replace(SETUP, data_parallel=1))
+    ours = replace(found(judged(AIAO, 5.0), in_16_bits=(both[0],)), best_stock=judged(alone, 4.9))
+    assert [line for line in _in_16_bits(ours) if " faster" in line or "gains" in line] == [
+        "  4.500s, 11.1% faster: aiao with --use-distributed-optimizer",
+        "  gains nothing: stock breadth-first, as it has no replicas",
+    ]
+
+
+def test_stocks_flags_come_before_ours_largest_first():
+    own = judged(STOCK, 10.0)
+    alone = (
+        OneFlag("--grad-reduce-in-bf16", judged(STOCK, 8.0)),
+        OneFlag("--use-distributed-optimizer", judged(STOCK, 9.0)),
+        OneFlag("--sequence-parallel", judged(STOCK, 10.2)),
+    )
+    mine = Yours(run=own, alone=alone, same_layout=judged(STOCK, 6.25), coded=judged(STOCK, 8.0))
+    others = replace(AIAO, num_ranks=8)
+    assert list(of_stock_first(found(judged(others, 5.0)), mine)) == [
+        "yours takes 10.000s; try these of stock's flags first, each alone:",
+        "   25.0% faster  --grad-reduce-in-bf16, which changes results",
+        "   11.1% faster  --use-distributed-optimizer",
+        "  gain nothing: --sequence-parallel",
+        "  not modelled: --ddp-num-buckets, --ddp-bucket-size",
+        "   60.0% faster  stock, same layout: stock breadth-first, 4 segments,",
+        "                 --use-distributed-optimizer, recomputes none",
+        "   66.7% faster  stock, any layout: stock breadth-first, 4 segments,",
+        "                 --use-distributed-optimizer, recomputes none",
+        "   25.0% faster  FOLD3D, your schedule: --delta-param-gather on",
+        "  100.0% faster  FOLD3D, any layout: aiao",
+    ]
 
 
 def test_the_environment_has_one_queue_where_megatron_demands_it():

@@ -8,9 +8,8 @@ from megatron.fold3d.observe.breakdown import Breakdown, exposure_of_ranks
 from megatron.fold3d.observe.report.page import View
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
-from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs

@@ -155,22 +155,6 @@ def test_a_trace_folder_that_does_not_exist_is_refused(fold3d, tmp_path: Path):
     assert f"{tmp_path}/nowhere: there is no such folder; give a folder that --trace wrote" in err
 
 
-def _cut_off(text: str) -> str:
-    return text[:1000]
-
-
-def _of_more_segments(text: str) -> str:
-    return text.replace('"num_segments":2', '"num_segments":4')
-
-
-def _of_an_hour_later(text: str) -> str:
-    return text.replace('"start_s":1000000000.0', '"start_s":1000003600.0')
-
-
-def _without_a_field(text: str) -> str:
-    return text.replace('"pp_rank":1,', "")
-
-
 def _replaced(pattern: str, by: str) -> Callable[[str], str]:
     return lambda text: re.sub(pattern, by, text)
 
@@ -179,13 +163,16 @@ def _replaced(pattern: str, by: str) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_cut_off, "cut off, or not a trace: Expecting"),
-        (_of_more_segments, "is of another job than rank-00000.json: num_segments 4, not 2"),
+        (lambda text: text[:1000], "cut off, or not a trace: Expecting"),
         (
-            _of_an_hour_later,
+            _replaced('"num_segments":2', '"num_segments":4'),
+            "is of another job than rank-00000.json: num_segments 4, not 2",
+        ),
+        (
+            _replaced('"start_s":1000000000.0', '"start_s":1000003600.0'),
             "another job than rank-00000.json: their iterations 4 are 3600 s apart",
         ),
-        (_without_a_field, "not a trace: RankTrace.__init__() missing"),
+        (_replaced('"pp_rank":1,', ""), "not a trace: RankTrace.__init__() missing"),
         (lambda _: "[" * 100_000, "not a trace: nested too deeply"),
         (lambda _: "null", "not a trace: found no version in it"),
         (_replaced('"version":2', '"version":3'), "found version 3, this is for 2"),
@@ -198,7 +185,7 @@ def _replaced(pattern: str, by: str) -> Callable[[str], str]:
         (_replaced('"pp_rank":1', f'"pp_rank":{10**400}'), "it is a number"),
         (
             _replaced('"gpu_memory_bytes":\\d+', '"gpu_memory_bytes":"x"'),
-            "found 'x' in iteration 4",
+            "found gpu_memory_bytes='x'; it is a number",
         ),
         (_replaced('"counts":{}', '"counts":{"a":null}'), "found None in iteration 4"),
         (_replaced('"1F0",[\\d.]+', '"1F0","x"'), "found ['1F0', 'x'"),

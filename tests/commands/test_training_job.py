@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fold3d.commands import training_words
 from megatron.fold3d.commands.training_words import read_words
 
 MODEL = "--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16"
 SPLIT = "--pipeline-model-parallel-size 2 --segments 4 --micro-batch-size 2 --global-batch-size 64"
 JOB = f"{MODEL} {SPLIT} --transformer-impl local --overlap-grad-reduce"
 FULL = "--recompute-granularity full"
+GATHERS = "--overlap-param-gather"
 SIMULATE = "simulate --cluster a100x8-100g"
 
 
@@ -43,7 +45,9 @@ def test_defaults_are_megatrons(parser: ArgumentParser):
     both = {name for name in ours if name in of_megatron}
     assert len(both) > 100
     assert {
-        n: (ours[n], of_megatron[n]) for n in both if (ours[n] or 0) != (of_megatron[n] or 0)
+        n: (ours[n], of_megatron[n])
+        for n in both
+        if (ours[n] or 0) != (getattr(of_megatron[n], "name", of_megatron[n]) or 0)
     } == {}
 
 
@@ -55,6 +59,16 @@ def test_without_a_schedule_it_is_stocks_with_its_groups(fold3d):
     _, serial, _ = fold3d(f"{SIMULATE} --json -- {JOB.replace('--overlap-grad-reduce', '')}")
     _, overlapped, _ = fold3d(f"{SIMULATE} --json -- {JOB}")
     assert json.loads(serial)["period_s"] > json.loads(overlapped)["period_s"]
+    sharded = f"{SIMULATE} --json -- {JOB} --use-distributed-optimizer"
+    in_step, ahead = (json.loads(fold3d(f"{sharded} {more}")[1]) for more in ("", GATHERS))
+    assert in_step["period_s"] > ahead["period_s"]
+
+
+def test_megatrons_own_layers_are_fused_where_training_fuses_them(fold3d, monkeypatch):
+    line = f"{SIMULATE} -- {JOB} --schedule aiao:wgrad=behind@1"
+    assert fold3d(line)[::2] == (0, "")
+    monkeypatch.setattr(training_words, "has_fusion_kernel", lambda: True)
+    assert "--no-gradient-accumulation-fusion" in fold3d(line)[2]
 
 
 def test_a_preset_stands_for_a_model(fold3d):
@@ -67,9 +81,7 @@ def test_a_preset_stands_for_a_model(fold3d):
 def test_what_is_not_simulated_is_named(fold3d):
     more = "--lazy-inter-segment --optimizer sgd --use-distributed-optimizer"
     _, out, _ = fold3d(f"{SIMULATE} -- {JOB} --schedule aiao {more}")
-    assert out.splitlines()[-1] == (
-        "not in these estimates: --lazy-inter-segment, no --overlap-param-gather, --optimizer"
-    )
+    assert out.splitlines()[-1] == ("not in these estimates: --lazy-inter-segment, --optimizer")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +93,7 @@ def test_what_is_not_simulated_is_named(fold3d):
         (f"{SIMULATE} --model 24-1024-16 -- {JOB}", "--model with --num-layers: both say"),
         (f"{SIMULATE} -- {JOB} --segmnts 2", "there is no --segmnts; did you mean --segments?"),
         (f"{SIMULATE} --segmnts 2 -- {JOB}", "unrecognized arguments: --segmnts 2; did you mean"),
+        (f"{SIMULATE} --clip-grad 1 -- {JOB}", "--clip-grad 1; a flag of Megatron's that says"),
         (f"{SIMULATE} -- {JOB} --schedule aia", "'aia' is no order"),
         (f"{SIMULATE} -- {JOB} --schedule aiao:recompute=early@7 {FULL}", "no segment 7"),
         (f"{SIMULATE} -- {MODEL} --global-batch-size 9", "8 replicas: each computes equally many"),

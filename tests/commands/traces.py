@@ -5,11 +5,11 @@ from pathlib import Path
 
 from megatron.fold3d.observe.timeline import Lane, Span
 from megatron.fold3d.observe.trace_files import Event, IterationTrace, RankTrace
-from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import planned
 
 _KINDS = {Lane.COMPUTE: "compute", Lane.WAIT: "wait", Lane.GRAD_SYNC: "grad_sync"}
 
@@ -25,10 +25,11 @@ def write_traces(
     counts: Mapping[str, float] | None = None,
     flops: float = 0.0,
     recomputed: float = 0.0,
+    shares_cores: bool = False,
 ) -> None:
     """Write the files of two pipeline ranks, two iterations of 8 micro-batches."""
     order = build(schedule, num_ranks=2, num_segments=segments, num_microbatches=8)
-    plan = lower(delay_weight_grads(order, delayed))
+    plan = planned(delay_weight_grads(order, delayed))
     costs = Costs.uniform(
         plan.num_stages,
         forward_s=0.006 * slower,
@@ -69,6 +70,7 @@ def write_traces(
             iterations=tuple(rows),
             microbatch_flops=flops,
             recomputed_flops=recomputed,
+            shares_cores=shares_cores,
         )
         (folder / trace.file_name).write_text(trace.to_json())
 

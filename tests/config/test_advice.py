@@ -8,10 +8,11 @@ import pytest
 
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.read_config import read_config
+from tests.config.conftest import MODEL
 from tests.config.rows import ORDERS, Row, option_of, rows
-from tests.config.test_fold3d_config import MODEL, given_on
+from tests.config.test_fold3d_config import given_on
 
-RUN = f"{MODEL} --pipeline-model-parallel-size 2 --global-batch-size 8"
+RUN = f"{MODEL} --micro-batch-size 1 --global-batch-size 8"
 LOCAL = "--transformer-impl local --no-gradient-accumulation-fusion"
 GATHERED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 DELAYED = f"--segments 2 --overlap-grad-reduce {LOCAL}"
@@ -26,12 +27,6 @@ ADVICE = (
     ("--schedule 1f1b", "--segments 2", "--segments 1"),
     ("--segments 2", "--schedule 1f1b", "--schedule aiao"),
     ("", "--schedule afab:ahead=2", "--schedule afab"),
-    (f"--schedule aiao:wgrad=behind@0 {GATHERED} {LOCAL}", "", "--segments 2"),
-    (
-        f"{GATHERED} {LOCAL}",
-        "--schedule aiao:wgrad=behind@0",
-        "--schedule aiao:wgrad=last@0",
-    ),
     (
         f"--schedule aiao:wgrad=behind@1 {DELAYED} --use-distributed-optimizer",
         "",

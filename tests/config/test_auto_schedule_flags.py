@@ -1,24 +1,17 @@
 """What ``--schedule auto`` accepts, and what it may choose."""
 
-from argparse import ArgumentParser
-
 import pytest
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.commands.job import setup_of
 from megatron.fold3d.config.read_config import read_config
 
-MODEL = (
-    "--num-layers 12 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --device cpu "
-    "--max-position-embeddings 32 --micro-batch-size 2 --pipeline-model-parallel-size 2 "
+MORE = (
+    "--num-layers 12 --device cpu "
     "--schedule auto --attention-dropout 0 --hidden-dropout 0 --transformer-impl local"
 )
 SPLITS = "--no-gradient-accumulation-fusion"
 REDUCE = "--segments 3 --overlap-grad-reduce"
 ZERO = f"{REDUCE} --use-distributed-optimizer --overlap-param-gather"
-
-
-def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
-    return read_config(parser.parse_args(f"{MODEL} {line}".split()))
 
 
 @pytest.mark.parametrize(
@@ -32,38 +25,73 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
         (f"--segments auto --overlap-grad-reduce {SPLITS}", {"step", "wgrad"}),
     ],
 )
-def test_flags_say_what_may_be_chosen(parser: ArgumentParser, line: str, keys: set[str]):
-    found = config(parser, line)
+def test_flags_say_what_may_be_chosen(config, line: str, keys: set[str]):
+    found = config(line)
     assert found.auto == keys
     assert found.choice.order == "auto"
     assert not found.keeps_forwards
-    assert config(parser, f"{line} --hidden-dropout 0.1").keeps_forwards
-    assert config(parser, f"{line} --deterministic-mode").keeps_sums
-    assert not config(parser, f"{line} --schedule interleaved").auto
+    assert config(f"{line} --deterministic-mode").keeps_sums
+    assert not config(f"{line} --schedule interleaved").auto
 
 
-def test_a_default_in_the_word_is_not_among_the_choices(parser: ArgumentParser):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--attention-dropout 0.1",
+        "--hidden-dropout 0.1",
+        "--num-experts 4 --moe-input-jitter-eps 0.1",
+        "--num-experts 4 --moe-router-force-load-balancing",
+        "--num-experts 4 --moe-router-force-biased 0",
+        "--fp8-format hybrid --fp8-recipe tensorwise",
+    ],
+)
+def test_forwards_that_draw_keep_stocks_order(config, flags: str):
+    assert config(flags).keeps_forwards
+
+
+def test_a_default_in_the_word_is_not_among_the_choices(config):
     for line, part in (
         (f"{REDUCE} {SPLITS}", "step=end"),
         (f"{REDUCE} {SPLITS}", "wgrad=backward"),
         (ZERO, "optimizer=sharded"),
     ):
         key = part.partition("=")[0]
-        assert key in config(parser, line).auto
-        assert key not in config(parser, f"{line} --schedule auto:{part}").auto
+        assert key in config(line).auto
+        assert key not in config(f"{line} --schedule auto:{part}").auto
 
 
+WHOLE = "--num-experts 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "data_parallel", "replicas"),
+    [
+        ("", 1, 1),
+        ("", 2, 2),
+        ("", 4, 4),
+        ("--context-parallel-size 2", 2, 4),
+        (WHOLE, 1, 2),  # of each expert
+        (WHOLE, 2, 4),
+        (f"{WHOLE} --expert-model-parallel-size 2", 2, 2),
+        (f"{WHOLE} --context-parallel-size 2", 2, 8),
+        ("--num-experts 4 --expert-tensor-parallel-size 2", 2, 2),  # of all but experts
+        (WHOLE.replace("--num-experts 4", ""), 2, 2),
+    ],
+)
 def test_sums_of_more_than_two_replicas_are_cut_unless_results_have_to_be_stocks(
-    parser: ArgumentParser,
+    parse, flags: str, data_parallel: int, replicas: int
 ):
-    free, exact = config(parser, REDUCE), config(parser, f"{REDUCE} --deterministic-mode")
-    assert [free.may_cut_sums(replicas) for replicas in (1, 2, 4)] == [False, True, True]
-    assert [exact.may_cut_sums(replicas) for replicas in (1, 2, 4)] == [False, True, False]
+    for exactly, most in (("", 8), ("--deterministic-mode", 2)):
+        args = parse(f"{REDUCE} {flags} {exactly}")
+        args.data_parallel_size = data_parallel
+        found = read_config(args)
+        assert found.num_replicas == replicas == setup_of(args, data_parallel).most_replicas
+        assert found.may_cut_sums is (1 < replicas <= most)
 
 
-def test_stocks_groups_are_accepted(parser: ArgumentParser):
+def test_stocks_groups_are_accepted(config):
     grouped = "--microbatch-group-size-per-virtual-pipeline-stage 3"
-    assert config(parser, f"{REDUCE} {grouped}").choice.group == 3
+    assert config(f"{REDUCE} {grouped}").choice.group == 3
 
 
 @pytest.mark.parametrize(
@@ -94,8 +122,5 @@ def test_stocks_groups_are_accepted(parser: ArgumentParser):
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: str, found: str):
-    with pytest.raises(ValueError, match=f"^{found}") as raised:
-        config(parser, f"{REDUCE} {line}")
-    (problem,) = str(raised.value).splitlines()
-    assert "; " in problem
+def test_what_cannot_work_is_refused_with_its_fix(refused, line: str, found: str):
+    refused(f"{REDUCE} {line}", f"^{found}")

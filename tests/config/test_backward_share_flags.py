@@ -2,25 +2,16 @@
 
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 
 import pytest
 
 from megatron.fold3d.config.read_config import read_config
+from tests.config.conftest import Parse
 from tests.config.rows import Row, option_of, rows
 
 NEEDED = "--schedule aiao:step=next:share=0.5 --overlap-grad-reduce"
 
-Parse = Callable[[str], Namespace]
-
-
-@pytest.fixture
-def parse(parser: ArgumentParser) -> Parse:
-    def parse(line: str) -> Namespace:
-        model = "--num-layers 8 --schedule aiao --pipeline-model-parallel-size 2"
-        return parser.parse_args(f"{model} {line}".split())
-
-    return parse
+MORE = "--schedule aiao"
 
 
 def problems(args: Namespace) -> list[str]:

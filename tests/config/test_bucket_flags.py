@@ -44,15 +44,13 @@ def test_nothing_is_cut_where_all_streams_share_one_hardware_queue(
     assert read_config(args).cuts_every_segment is cuts
 
 
-@pytest.mark.parametrize(
-    ("flags", "gathers"), [("", True), ("--no-align-param-gather", False)], ids=["plan", "hooks"]
-)
-def test_the_plan_gathers_parameters_unless_hooks_do(
-    parser: ArgumentParser, flags: str, gathers: bool
+@pytest.mark.parametrize("flags", ["", "--no-align-param-gather"])
+def test_the_plan_gathers_parameters_whatever_stock_aligns(
+    parser: ArgumentParser, flags: str
 ) -> None:
     args = parser.parse_args(f"{ZERO} --overlap-param-gather {flags}".split())
-    assert read_config(args).features.gathers_params is gathers
-    assert not read_config(parser.parse_args(ZERO.split())).features.gathers_params
+    assert read_config(args).job.gathers_params
+    assert not read_config(parser.parse_args(ZERO.split())).job.gathers_params
 
 
 @pytest.mark.parametrize(
@@ -70,7 +68,7 @@ def test_dp_sync_starts_between_weight_gradients_where_it_is_an_all_reduce_of_me
     parser: ArgumentParser, flags: str, early: bool
 ) -> None:
     args = parser.parse_args(f"{flags} --device cpu".split())
-    assert read_config(args).features.reduces_early is early
+    assert read_config(args).job.reduces_early is early
 
 
 @pytest.mark.parametrize(("device", "ahead"), [("cpu", 3), ("cuda", 1)])
@@ -78,4 +76,4 @@ def test_receives_are_further_ahead_only_without_a_gpu(
     parser: ArgumentParser, device: str, ahead: int
 ) -> None:
     args = parser.parse_args(f"{OVERLAP} --device {device}".split())
-    assert read_config(args).features.receives_ahead == ahead
+    assert read_config(args).job.receives_ahead == ahead

@@ -1,12 +1,8 @@
 """When the plan has slices of DP.sync, and what ``slices=on`` refuses."""
 
-from argparse import ArgumentParser
-
 import pytest
 
-from megatron.fold3d.config.read_config import read_config
-
-MODEL = "--num-layers 8 --schedule aiao --pipeline-model-parallel-size 2"
+MORE = "--schedule aiao"
 SHARE = "--overlap-grad-reduce --schedule aiao:step=next"
 
 
@@ -25,16 +21,12 @@ SHARE = "--overlap-grad-reduce --schedule aiao:step=next"
     ],
 )
 def test_auto_slices_what_one_queue_would_stop_computation_for(
-    parser: ArgumentParser,
-    monkeypatch: pytest.MonkeyPatch,
-    flags: str,
-    connections: str,
-    sliced: bool,
+    config, monkeypatch: pytest.MonkeyPatch, flags: str, connections: str, sliced: bool
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    config = read_config(parser.parse_args(f"{MODEL} {flags}".split()))
-    assert bool(config.choice.slices) is sliced
-    assert config.features.receives_late is (connections == "1" and config.device == "cuda")
+    found = config(flags)
+    assert bool(found.choice.slices) is sliced
+    assert found.job.receives_late is (connections == "1" and found.device == "cuda")
 
 
 @pytest.mark.parametrize(
@@ -57,8 +49,5 @@ def test_auto_slices_what_one_queue_would_stop_computation_for(
         ),
     ],
 )
-def test_what_cannot_be_sliced_is_refused(parser: ArgumentParser, flags: str, problem: str) -> None:
-    args = parser.parse_args(f"{MODEL} {flags}".split())
-    with pytest.raises(ValueError) as refused:  # noqa: PT011  # the whole text is compared
-        read_config(args)
-    assert str(refused.value) == problem
+def test_what_cannot_be_sliced_is_refused(refused, flags: str, problem: str) -> None:
+    refused(flags, f"^{problem}$")

@@ -2,7 +2,8 @@ import re
 import subprocess
 import sys
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,30 +16,16 @@ from megatron.fold3d.config.job_sizes import _SIZES
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.refusals import refusals
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.schedules import SCHEDULES
-from megatron.fold3d.training import launch
+from megatron.fold3d.training import launch, mistakes
+from tests.config.conftest import Parse
 from tests.config.rows import ORDERS, OURS, Row, option_of, rows, under
 
 DOCS = Path(__file__).parents[2] / "docs" / "compatibility.md"
 REVIEWED = Path(__file__).parents[1] / "reviewed_options.txt"
 
-MODEL = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 1"
-)
-
-Parse = Callable[[str], Namespace]
-
-
-@pytest.fixture
-def parse(parser: ArgumentParser) -> Parse:
-    """The namespace that Megatron's parser makes of a command line."""
-
-    def parse(line: str) -> Namespace:
-        return parser.parse_args(f"{MODEL} {line}".split())
-
-    return parse
+MORE = "--micro-batch-size 1 --pipeline-model-parallel-size 1"
 
 
 def validate(args: Namespace, world_size: int) -> Namespace:
@@ -128,7 +115,7 @@ def test_a_bare_assertion_of_megatrons_names_its_flags() -> None:
     with pytest.raises(AssertionError) as raised:
         assert args.hidden_size % args.num_attention_heads == 0
     raised.value.args = ()  # pytest has explained it
-    assert launch._reason(raised.value) == (
+    assert mistakes._reason(raised.value) == (
         "Megatron demands: --hidden-size % --num-attention-heads == 0"
     )
 
@@ -139,9 +126,7 @@ def test_a_bare_assertion_of_megatrons_names_its_flags() -> None:
 def test_the_default_is_stock_megatron(parse: Parse) -> None:
     args = parse("")
     assert read_config(args) == Fold3DConfig(
-        choice=Choice.plain("stock", num_segments=1),
-        features=Features(grad_sync="serial"),
-        num_ranks=1,
+        job=Job(choice=Choice.plain("stock", num_segments=1), num_ranks=1, grad_sync="serial"),
         device="cuda",
         distributed_timeout_minutes=10,
         has_engine_modules=True,
@@ -156,9 +141,12 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
         "--pipeline-model-parallel-size 2 --distributed-timeout-minutes 3"
     )
     assert read_config(args) == Fold3DConfig(
-        choice=Choice.plain("aiao", num_segments=2),
-        features=Features(grad_sync="serial", receives_ahead=3),
-        num_ranks=2,
+        job=Job(
+            choice=Choice.plain("aiao", num_segments=2),
+            num_ranks=2,
+            grad_sync="serial",
+            receives_ahead=3,
+        ),
         device="cpu",
         distributed_timeout_minutes=3,
         has_engine_modules=True,
@@ -244,7 +232,7 @@ def test_the_number_of_segments_is_megatrons_before_and_after_validation(
     args = validate(parse(line), world_size=2)
     assert (args.virtual_pipeline_model_parallel_size or 1) == num_segments
     assert parsed.num_segments == num_segments
-    assert read_config(args) == parsed
+    assert read_config(args) == replace(parsed, num_replicas=1)
 
 
 @given(

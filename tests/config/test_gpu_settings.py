@@ -99,7 +99,7 @@ def test_training_asks_before_process_groups_exist(
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     args = parser.parse_args(AIAO.split())
     with pytest.raises(ValueError, match=r"(?m)^CUDA_LAUNCH_BLOCKING=1: "):
-        launch._check(args, [])
+        launch._check(args)
 
 
 @pytest.mark.parametrize("flag", ["--offload-activations on", "--lazy-inter-segment"])
@@ -112,6 +112,20 @@ def test_a_missing_offload_library_is_found_before_the_run(
     assert message.endswith("; run: make build-cuda")
     (tmp_path / "_offload.so").touch()
     assert problems(parser, f"{AIAO} {flag}") == []
+
+
+@pytest.mark.parametrize(("device", "build"), [("cpu", "extension"), ("cuda", "build-cuda")])
+def test_a_missing_coder_is_found_before_the_run(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, build: str
+) -> None:
+    monkeypatch.setitem(gpu_settings.DELTA_LIBRARIES, device, tmp_path / "_delta_code.so")
+    flags = f"{AIAO} --device {device} --delta-param-gather"
+    (message,) = gpu_settings.delta_library_problems(parser.parse_args(f"{flags} on".split()))
+    assert message.endswith(f"; run: make {build}")
+    (tmp_path / "_delta_code.so").touch()
+    for value in ("on", "auto"):
+        args = parser.parse_args(f"{flags} {value}".split())
+        assert [*gpu_settings.delta_library_problems(args)] == []
 
 
 def test_lazy_transfers_between_nodes_ask_for_the_network_that_they_take(

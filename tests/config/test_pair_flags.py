@@ -1,22 +1,16 @@
 """What ``pairs=on`` accepts."""
 
 import re
-from argparse import ArgumentParser
-from dataclasses import replace
 
 import pytest
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.passes.pairs import check_pairs
 from megatron.fold3d.runtime.plans import Plans
-from tests.configs import CONFIG
+from tests.configs import configured
 
-MODEL = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --pipeline-model-parallel-size 2 "
+MORE = (
     "--attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
     "--tensor-model-parallel-size 2"
 )
@@ -27,23 +21,17 @@ EXPERTS = (
 )
 
 
-def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
-    return read_config(parser.parse_args(f"{MODEL} {line}".split()))
+def test_pairs_are_off_unless_asked_for(config):
+    assert not config(AIAO).choice.pairs
+    assert config(f"{AIAO} --schedule aiao:pairs=on").choice.pairs
 
 
-def test_pairs_are_off_unless_asked_for(parser: ArgumentParser):
-    assert not config(parser, AIAO).choice.pairs
-    assert config(parser, f"{AIAO} --schedule aiao:pairs=on").choice.pairs
-
-
-def test_experts_of_transformer_engine_are_paired_without_tensor_parallelism(
-    parser: ArgumentParser,
-):
+def test_experts_of_transformer_engine_are_paired_without_tensor_parallelism(config):
     line = (
         f"{AIAO}:pairs=on {EXPERTS} --tensor-model-parallel-size 1 --moe-grouped-gemm "
         "--transformer-impl transformer_engine"
     )
-    assert config(parser, line).choice.pairs
+    assert config(line).choice.pairs
 
 
 REFUSED = {
@@ -65,6 +53,9 @@ REFUSED = {
     f"{AIAO} {EXPERTS} --moe-input-jitter-eps 0.1": (
         "--num-experts 4 and --moe-input-jitter-eps 0.1"
     ),
+    f"{AIAO} {EXPERTS} --moe-router-force-biased 0": (
+        "--num-experts 4 and --moe-router-force-biased 0.0"
+    ),
     f"{AIAO} --mtp-num-layers 1": "--mtp-num-layers 1",
     f"{AIAO} --context-parallel-size 2": "--context-parallel-size 2",
     f"{AIAO} --timing-log-level 2": "--timing-log-level 2",
@@ -78,27 +69,23 @@ REFUSED = {
     f"{AIAO} --recompute-activations --distribute-saved-activations": (
         "--distribute-saved-activations"
     ),
-    "--schedule interleaved --segments 2 --microbatch-group-size-per-virtual-pipeline-stage 4": (
-        "--microbatch-group-size-per-virtual-pipeline-stage 4"
+    "--schedule interleaved --segments 2 --microbatch-group-size-per-virtual-pipeline-stage 3": (
+        "groups of 3 micro-batches"
     ),
+    "--schedule interleaved:group=2 --segments 2": "groups of 2 micro-batches",
     "--schedule zb-h1 --no-gradient-accumulation-fusion": "--schedule zb-h1",
 }
 
 
 @pytest.mark.parametrize(("line", "found"), REFUSED.items())
-def test_what_pairs_cannot_run_with_is_refused_with_a_fix(
-    parser: ArgumentParser, line: str, found: str
-):
-    with pytest.raises(ValueError, match="pairs=on") as raised:
-        config(parser, re.sub(r"(--schedule \S+)", r"\1:pairs=on", line))
-    problems = str(raised.value).splitlines()
-    (problem,) = (p for p in problems if p.startswith("pairs=on"))
-    assert problem.startswith(f"pairs=on with {found}: ")
-    assert "; " in problem
+def test_what_pairs_cannot_run_with_is_refused_with_a_fix(refused, line: str, found: str):
+    paired = re.sub(r"(--schedule \S+)", r"\1:pairs=on", line)
+    refused(paired, f"(?m)^pairs=on with {found}: ", alone=False)
 
 
 def test_a_run_without_a_pair_is_refused():
-    paired = replace(CONFIG, choice=Choice.parse("aiao:pairs=on", 1))
-    check_pairs(Plans(paired).training(2))
+    paired = configured(choice=Choice.parse("aiao:pairs=on", 1))
+    plans = Plans(paired)
+    check_pairs(plans.training(plans.job(2)))
     with pytest.raises(PlanError, match=r"no pair in a plan of 1 micro-batches; .*raise"):
-        check_pairs(Plans(paired).training(1))
+        check_pairs(plans.training(plans.job(1)))

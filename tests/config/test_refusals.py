@@ -5,16 +5,18 @@ from argparse import ArgumentParser, Namespace
 import pytest
 
 from megatron.fold3d.config.refusals import TABLE, WITHOUT, value_of
+from megatron.fold3d.config.run_flags import _CLASHES
 from megatron.fold3d.config.settings import _NAMED, asked, attribute_of
 from megatron.fold3d.plan.schedule_word import VALUES
 from scripts import print_refusals
 
 
 def settings() -> list[str]:
-    """All settings of the table, and its values."""
-    rows = [row for reasons in TABLE.values() for row in reasons]
+    """All settings of both tables, and their values."""
+    tables = {**TABLE, **_CLASHES}
+    rows = [row for reasons in tables.values() for row in reasons]
     many = [one for row in rows for one in row.removeprefix(WITHOUT).split(", ")]
-    return sorted({one for some in many for one in some.split(" and ")} | {*map(value_of, TABLE)})
+    return sorted({one for some in many for one in some.split(" and ")} | {*map(value_of, tables)})
 
 
 @pytest.mark.parametrize("setting", settings())

@@ -3,6 +3,7 @@
 `tests/end_to_end/test_own_script.py` applies the change of docs/quickstart.md to it.
 """
 
+import re
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from megatron.training.arguments import parse_and_validate_args
 def add_my_arguments(parser):
     group = parser.add_argument_group("mine")
     group.add_argument("--focus", type=float, default=2.0)
+    group.add_argument("--freeze", default="(?!)", help="parameters, by chunk.name")
     group.add_argument("--data-period", type=int, default=7)
     return parser
 
@@ -59,10 +61,19 @@ def forward_step(data_iterator, model):
     return output, partial(focal_loss, get_args().focus)
 
 
+def freeze(chunks):
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            if re.search(get_args().freeze, f"{number}.{name}"):
+                parameter.requires_grad = False
+    return chunks
+
+
 if __name__ == "__main__":
     datasets.is_distributed = True
     args = parse_and_validate_args(
         extra_args_provider=add_my_arguments, args_defaults={"tokenizer_type": "NullTokenizer"}
     )
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    config.model.pre_wrap_hooks.append(freeze)
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)

@@ -1,23 +1,23 @@
 """``--schedule auto`` trains what stock does, bit for bit, whatever it tries and chooses."""
 
-import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import order_of
 from megatron.fold3d.policy.predicted import Predicted
 from tests.distributed import run_distributed
 from tests.end_to_end.test_backward_share import (
+    SP,
     Heard,
     Row,
     _comparable,
     _stock,
     train_and_listen,
 )
-from tests.end_to_end.training import differences
+from tests.end_to_end.training import differences, heard
 
 pytestmark = pytest.mark.gloo
 
@@ -59,13 +59,14 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[s
 
 
 def test_sums_of_four_replicas_may_be_rounded_otherwise_and_that_is_told() -> None:
-    # As in test_backward_share: SGD does not blow up what another order of additions changes.
+    # As in test_backward_share: SGD does not blow up what another order of additions changes. Other
+    # layers have two replicas, experts have four.
+    experts = "--num-experts 2 --disable-bias-linear --expert-tensor-parallel-size 1"
     row = Row(
         ours=AUTO,
-        flags="--train-iters 9 --optimizer sgd",
+        flags=f"--train-iters 9 --optimizer sgd {SP} {experts}",
         pp=1,
         segments=1,
-        dp=4,
     )
     tried = ("1f1b:step=next",)
     runs = run_distributed(train_and_choose, 4, row.command(row.ours), tried)
@@ -102,14 +103,12 @@ def train_and_choose(argv: Sequence[str], tried: Sequence[str]) -> tuple[Heard, 
     from megatron.fold3d.runtime import auto_schedule
 
     def to_try(self: Descent) -> list[Predicted]:
-        first = self.first
-        ranks, m = first.order.num_ranks, first.order.num_microbatches
-        found = []
+        job, found = self.first.job, []
         for word in tried:
-            choice = Choice.parse(word, len(first.choice.segments))
-            order = order_of(choice, ranks, m)
-            shares = (0.5,) * order.num_stages if choice.carries else ()
-            found.append(Predicted(choice=choice, order=order, shares=shares, seconds=0.1))
+            choice = Choice.parse(word, len(job.choice.segments))
+            shares = (0.5,) * job.computed.num_stages if choice.carries else ()
+            changed = replace(job, choice=choice, order=None, shares=shares)
+            found.append(Predicted(job=changed, seconds=0.1))
         return found
 
     step = auto_schedule.AutoSchedule.step
@@ -120,15 +119,8 @@ def train_and_choose(argv: Sequence[str], tried: Sequence[str]) -> tuple[Heard, 
             self._took_s = (0.3, 0.1, 0.2)[self._index]
         return outcome
 
-    told: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
-
     if tried:
         Descent.to_try = to_try
         auto_schedule.AutoSchedule.step = noted
-    auto_schedule.logger.setLevel(logging.INFO)
-    auto_schedule.logger.addHandler(Listener())
+    told = heard(auto_schedule.__name__)
     return train_and_listen(argv), told

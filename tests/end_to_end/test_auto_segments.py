@@ -10,16 +10,13 @@ import pytest
 from megatron.fold3d.training.auto_segments import measure
 from tests.distributed import run_distributed
 from tests.end_to_end.test_own_script import changed, run_recorded
-from tests.end_to_end.training import Record, differences, train
+from tests.end_to_end.training import TINY, Record, differences, train
 
 pytestmark = pytest.mark.gloo
 
 MODEL = (
-    "--device cpu --schedule aiao --num-layers 8 --hidden-size 32 --num-attention-heads 4 "
-    "--seq-length 16 --max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 "
-    "--micro-batch-size 1 --global-batch-size 4 --pipeline-model-parallel-size 2 "
-    "--train-iters 3 --lr 1e-2 --eval-iters 1 --eval-interval 1000"
+    f"{TINY} --schedule aiao --num-layers 8 --global-batch-size 4 "
+    "--pipeline-model-parallel-size 2 --train-iters 3 --lr 1e-2 --eval-iters 1 --eval-interval 1000"
 )
 TOKENIZER = ("--tokenizer-type", "NullTokenizer")
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.test_equal_to_stock import Row
@@ -129,6 +130,22 @@ def _refusal_without_einops(argv: Sequence[str]) -> tuple[int, str]:
     return _refusal(argv)
 
 
+def test_groups_of_ours_take_the_timeout_that_megatron_changes_to() -> None:
+    """Transfers and DP.sync have groups of their own, which Megatron does not make."""
+    ours = "--schedule aiao:step=next --overlap-grad-reduce --lazy-inter-segment"
+    argv = Row(segments=2, dp=2).command(f"{ours} --distributed-timeout-seconds-after-init 1000")
+    assert set().union(*run_distributed(_timeouts_s, 4, argv)) == {1000.0}
+
+
+def _timeouts_s(argv: Sequence[str]) -> set[float]:
+    """Train; return the seconds in which this rank's groups of several ranks would give up."""
+    from megatron.fold3d.runtime.grad_sync.bucket_groups import timeout_of
+
+    train(argv)
+    groups = dist.distributed_c10d._world.pg_map
+    return {timeout_of(group).total_seconds() for group in groups if group.size() > 1}
+
+
 def test_a_part_of_the_data_without_a_document_is_refused(tmp_path: Path) -> None:
     """Megatron's builder of indices would look for a token for ever, in each part it is told of."""
     data = write_documents(tmp_path / "data", [8] * 10)
@@ -146,9 +163,9 @@ def _refused(argv: Sequence[str], reason: str) -> None:
 def _refusal(argv: Sequence[str]) -> tuple[int, str]:
     """Return the script's exit code on this rank, and what it says."""
     import pretrain_gpt
-    from megatron.fold3d.training import launch
+    from megatron.fold3d.training import mistakes
 
-    launch.PATIENCE_S = 0.0  # no launcher ends this rank before, because another has spoken
+    mistakes.PATIENCE_S = 0.0  # no launcher ends this rank before, because another has spoken
     sys.argv[0] = "pretrain_gpt.py"
     with contextlib.redirect_stderr(io.StringIO()) as said:
         code = pretrain_gpt.main(argv)
@@ -162,6 +179,7 @@ def _check_message(said: str, reason: str) -> None:
     assert "Traceback" not in said, said
 
 
+@pytest.mark.stress
 def test_a_refusal_ends_a_job_of_torchrun() -> None:
     with _torchrun(ROW.command("--schedule 1f1b")) as job:
         output, _ = job.communicate(timeout=TIMEOUT_S)

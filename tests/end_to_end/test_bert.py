@@ -58,7 +58,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     [
         (2, ""),
         (4, f"--bert-no-binary-head --untie-embeddings-and-output-weights {OVERLAP}"),
-        (4, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        pytest.param(
+            *(4, "--tensor-model-parallel-size 2 --sequence-parallel"), marks=pytest.mark.stress
+        ),
     ],
     ids=["both heads", "words alone, all overlapped, dp=2", "sequence parallel, tp=2"],
 )

@@ -45,18 +45,20 @@ def test_the_plan_the_memory_and_the_time_are_told_without_a_gpu() -> None:
         r"iteration: \d\.\d+ s on a100-80gx16-100g, predicted: bubble \d+%, DP.sync \d+%, .*"
     )
     assert re.fullmatch(predicted, lines[3])
-    assert len(lines) == 4
+    assert lines[4:] == [
+        "next: CLUSTER=a100-80gx16-100g sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 "
+        "scripts/slurm/compare.sbatch, and the job's flags without --check and --schedule"
+    ]
 
 
 def test_what_an_estimate_leaves_out_is_told() -> None:
     argv = f"{FLAGS} --segments 2 --use-distributed-optimizer --check a100-80gx16-100g"
-    argv += " --num-distributed-optimizer-instances 2"
+    argv += " --fp32-residual-connection"
     one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     ((code, out, err),) = run_distributed(_run, 1, None, argv.split(), one_queue)
     assert code == 0, err
     assert out.splitlines()[-1] == (
-        "not in these estimates: --num-distributed-optimizer-instances, no --overlap-param-gather, "
-        "one hardware queue"
+        "not in these estimates: --fp32-residual-connection, one hardware queue"
     )
 
 
@@ -67,8 +69,9 @@ def test_what_auto_would_try_is_told_without_a_gpu() -> None:
     lines = out.splitlines()
     assert lines[1].startswith("plan: auto begins in stock's order, 2 ranks, 4 segments, 8 micro")
     at = lines.index("--schedule auto measures, and is then predicted to try:")
-    assert lines[at + 1].startswith("  stock's order  interleaved  ")
-    assert re.fullmatch(r"  tries +\S+:wgrad=gaps\S* .* s  \d\.\d\d x", lines[at + 2])
+    assert lines[at + 1].startswith("  stock, same layout  stock ")
+    assert lines[at + 2].startswith("  stock's order       interleaved  ")
+    assert re.fullmatch(r"  tries +\S+:wgrad=gaps\S* .* s  \d+\.\d% (fast|slow)er", lines[at + 3])
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 import pytest
 
 from tests.distributed import run_distributed
-from tests.end_to_end.training import Record, differences, train
+from tests.end_to_end.training import TINY, Record, differences, train
 
 pytestmark = pytest.mark.gloo
 
 MODEL = (
-    "--device cpu --transformer-impl transformer_engine --num-layers 4 --hidden-size 32 "
-    "--num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --attention-dropout 0 "
-    "--hidden-dropout 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 "
-    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-2 --train-iters 3 --lr-decay-iters 10 "
+    f"{TINY} --transformer-impl transformer_engine --num-layers 4 "
+    "--global-batch-size 8 --lr 1e-2 --train-iters 3 --lr-decay-iters 10 "
     "--eval-iters 1 --eval-interval 2 --pipeline-model-parallel-size 2"
 )
 AIAO = "--segments 2 --schedule aiao:wgrad"

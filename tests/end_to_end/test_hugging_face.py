@@ -1,6 +1,7 @@
 """A model that Megatron builds of imported flags computes what `transformers` computes."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,6 +72,20 @@ FAMILIES = {
         "num_experts_per_tok": 2,
         "num_mtp_layers": 0,
     },
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "gpt_oss": {
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }
 REST = (
@@ -111,12 +126,18 @@ def _difference(family: str, number: int) -> str:
     config = AutoConfig.for_model(family, **(TINY | FAMILIES[family]))
     theirs = AutoModelForCausalLM.from_config(config).eval()
     for name, tensor in theirs.state_dict().items():  # norms and biases are ones and zeros
-        if name.endswith(("weight", "bias", "proj")):
+        if name.endswith(("weight", "bias", "proj", "sinks")):
             torch.nn.init.normal_(tensor, std=0.2)
     tokens = torch.randint(0, TINY["vocab_size"], (1, 16))
 
     sys.argv = ["script", *megatron_flags(config.to_dict()), *REST.split()]
     with ExitStack() as patched:
+        if (
+            family == "gpt_oss"
+        ):  # which no CPU trains: biases of experts, and masks that are on a GPU
+            patched.enter_context(patch("fold3d_patches.cpu.flags.check"))
+            mask_of = "megatron.core.fusions.fused_softmax.get_sliding_window_causal_mask"
+            patched.enter_context(patch(mask_of, _outside_window))
         args = launch.prepare(sys.argv[1:], patched, "gpt")
         if number == 0:
             initialize_megatron(allow_no_cuda=True)
@@ -140,6 +161,12 @@ def _difference(family: str, number: int) -> str:
     return f"{(mine - others).abs().max()} of {others.abs().max()}"
 
 
+def _outside_window(queries: int, keys: int, window: tuple[int, int]) -> torch.Tensor:
+    """Megatron's mask, on a CPU."""
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    return ~seen.triu(keys - queries - window[0]).tril(keys - queries + window[1])
+
+
 def _as_megatrons(state: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, Any]:
     """Name and arrange weights as Megatron's GPT does."""
     found = {
@@ -154,10 +181,16 @@ def _as_megatrons(state: dict[str, torch.Tensor], config: dict[str, Any]) -> dic
         found[f"{b}.pre_mlp_layernorm.weight"] = state[f"{a}.post_attention_layernorm.weight"]
         found[f"{b}.self_attention.linear_proj.weight"] = state[f"{a}.self_attn.o_proj.weight"]
         found |= _attention(state, f"{a}.self_attn", f"{b}.self_attention", config)
+        if f"{a}.self_attn.sinks" in state:
+            bias, sinks = state[f"{a}.self_attn.o_proj.bias"], state[f"{a}.self_attn.sinks"]
+            found[f"{b}.self_attention.linear_proj.bias"] = bias
+            found[f"{b}.self_attention.core_attention.softmax_offset"] = sinks
         found |= _gated(state, f"{a}.mlp", f"{b}.mlp")
         found |= _gated(state, f"{a}.mlp.shared_experts", f"{b}.mlp.shared_experts")
         if f"{a}.mlp.gate.weight" in state:
             found |= _experts(state, f"{a}.mlp", f"{b}.mlp")
+        if f"{a}.mlp.router.weight" in state:
+            found |= _experts_with_biases(state, f"{a}.mlp", f"{b}.mlp")
     return found
 
 
@@ -212,4 +245,20 @@ def _experts(state: dict[str, torch.Tensor], theirs: str, ours: str) -> dict[str
         of_expert = f"{ours}.experts.local_experts.{expert}"
         found[f"{of_expert}.linear_fc1.weight"] = gate_and_up
         found[f"{of_expert}.linear_fc2.weight"] = down
+    return found
+
+
+def _experts_with_biases(
+    state: dict[str, torch.Tensor], theirs: str, ours: str
+) -> dict[str, torch.Tensor]:
+    """Those of gpt-oss, which lie transposed, each gate beside its input."""
+    found = {f"{ours}.router.{k}": state[f"{theirs}.router.{k}"] for k in ("weight", "bias")}
+    for expert in range(len(found[f"{ours}.router.bias"])):
+        for name, linear in (("gate_up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):
+            of_expert = f"{ours}.experts.local_experts.{expert}.{linear}"
+            weight = state[f"{theirs}.experts.{name}"][expert].T
+            bias = state[f"{theirs}.experts.{name}_bias"][expert]
+            if linear == "linear_fc1":
+                weight, bias = (torch.cat([t[::2], t[1::2]]) for t in (weight, bias))
+            found |= {f"{of_expert}.weight": weight, f"{of_expert}.bias": bias}
     return found

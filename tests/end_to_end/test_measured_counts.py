@@ -1,6 +1,5 @@
 """`--recompute-layers auto` trains what stock trains, and takes no more memory than it predicts."""
 
-import logging
 import re
 from collections.abc import Sequence
 
@@ -8,7 +7,7 @@ import pytest
 
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.test_equal_to_stock import DROPOUT, ONE_GROUP, Row
-from tests.end_to_end.training import Record, differences, train
+from tests.end_to_end.training import Record, differences, heard, train
 
 pytestmark = pytest.mark.gloo
 
@@ -60,10 +59,5 @@ def numbers(line: str) -> list[list[int]]:
 
 def train_and_listen(argv: Sequence[str]) -> tuple[Record, list[str]]:
     """Train on this rank, and return what the choice of layers has logged."""
-    lines: list[str] = []
-    logger = logging.getLogger("megatron.fold3d.runtime.measured_counts")
-    logger.setLevel(logging.INFO)
-    handler = logging.Handler()
-    handler.emit = lambda row: lines.append(row.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
+    lines = heard("megatron.fold3d.runtime.measured_counts")
     return train(argv), lines

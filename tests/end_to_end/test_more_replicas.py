@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gloo
 Array = np.ndarray[Any, Any]
 
 
+@pytest.mark.stress  # test_backward_share and others have four replicas in one pipeline rank
 def test_four_replicas_train_as_stock_but_for_rounding() -> None:
     # A ring adds four terms in an order that depends on where in its bucket a gradient stands, and
     # our buckets end elsewhere. SGD hands the difference on as it is; Adam would divide it by

@@ -1,6 +1,5 @@
 """Offloaded activations come back as they were: one table against stock, bit for bit."""
 
-import functools
 import itertools
 import os
 import shlex
@@ -19,16 +18,11 @@ from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.passes.transfers import RECEIVES_AHEAD
 from megatron.fold3d.plan.schedules import build
 from tests.distributed import RankError, run_distributed
-from tests.end_to_end.training import Record, differences, marked, train
+from tests.end_to_end.training import TINY, Record, differences, marked, once, train
 
 pytestmark = pytest.mark.gloo
 
-MODEL = (
-    "--device cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
-    "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1 "
-    "--lr 1e-2 --eval-iters 1 --eval-interval 3"
-)
+MODEL = f"{TINY} --num-layers 8 --lr 1e-2 --eval-iters 1 --eval-interval 3"
 ITERATIONS = "--train-iters 4 --lr-decay-iters 10"
 ON = "--offload-activations on"
 AUTO = "--offload-activations auto"
@@ -123,7 +117,7 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
     ours = f"--schedule {row.schedule} {row.recompute} {row.moves}"
     runs = run_distributed(train_and_count, PP * row.tp, row.command(ours), row.depth)
 
-    stock = _stock(PP * row.tp, row.command("--schedule stock"))
+    stock = once(train, PP * row.tp, row.command("--schedule stock"))
     assert differences([record for record, _ in runs], stock) == []
     for rank, (_, counts) in enumerate(runs):
         assert counts.peak == row.peaks[rank // row.tp]
@@ -144,12 +138,6 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
         # One launch for all that leaves together, and one back: no stage saves more than a batch.
         assert counts.calls == 2 * counts.reloads
         assert counts.tensors >= counts.calls or row.moves == AUTO
-
-
-@functools.cache
-def _stock(num_ranks: int, argv: Sequence[str]) -> list[Record]:
-    records: list[Record] = run_distributed(train, num_ranks, argv)
-    return records
 
 
 def test_a_rank_that_dies_while_it_copies_hangs_nobody_and_leaves_nothing() -> None:

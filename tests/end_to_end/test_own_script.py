@@ -58,6 +58,28 @@ def test_a_script_that_parses_by_itself_takes_the_patches_later(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("frozen", "ours"),
+    [
+        (r"\.bias$", "--schedule aiao:wgrad=behind@0 --segments 2"),
+        (r"\.bias$", "--schedule zb-h1"),
+        (r"linear_proj", "--schedule aiao:wgrad=gaps --segments 2"),
+        (r"^0\.", "--schedule auto --segments 2 --train-iters 12"),
+        (r"^(?!.*norm)", "--schedule auto --segments 2 --train-iters 12"),
+    ],
+)
+def test_frozen_parameters_stay_as_they_are(frozen: str, ours: str, tmp_path: Path) -> None:
+    """A pattern is of ``chunk.name``; the segment of chunk 0 has nothing that is trained then."""
+    script = changed("Your own script", tmp_path)
+    argv = f"{FLAGS} --untie-embeddings-and-output-weights --overlap-grad-reduce {ours}"
+    stock = re.sub(r"--schedule \S+", "--schedule stock", argv)
+    trained = [
+        run_distributed(run_recorded, 2, str(script), [*words.split(), "--freeze", frozen])
+        for words in (argv, stock)
+    ]
+    assert differences(*trained) == []
+
+
+@pytest.mark.parametrize(
     ("heading", "flags", "reason"),
     [
         ("Your own script", "--schedule aio", "'aio' is no order"),
@@ -142,9 +164,9 @@ def _train_on_cpu(script: str, argv: Sequence[str]) -> Record:
 
 def _refusal(script: str, argv: Sequence[str], later: bool) -> tuple[int, str]:
     """Return the script's exit code on this rank, and what it says."""
-    from megatron.fold3d.training import launch
+    from megatron.fold3d.training import mistakes
 
-    launch.PATIENCE_S = 0.0
+    mistakes.PATIENCE_S = 0.0
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{script}{os.environ['RANK']}"
     run = _train_on_cpu if later else run_recorded
     with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as left:

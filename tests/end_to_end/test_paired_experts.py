@@ -11,6 +11,7 @@ import pytest
 
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.training import (
+    TINY,
     Record,
     _digest,
     _exact,
@@ -23,10 +24,7 @@ from tests.end_to_end.training import (
 pytestmark = pytest.mark.gloo
 
 MODEL = (
-    "--device cpu --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
-    "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1 "
-    "--lr 1e-2 --eval-iters 1 --eval-interval 3 --train-iters 4 --lr-decay-iters 10 "
+    f"{TINY} --lr 1e-2 --eval-iters 1 --eval-interval 3 --train-iters 4 --lr-decay-iters 10 "
     "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4 "
     "--moe-token-dispatcher-type alltoall --disable-bias-linear"
 )
@@ -48,12 +46,13 @@ INTERLEAVED = f"--segments 2 --schedule interleaved{PAIRS}"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run, of two pipeline ranks and two replicas that share the experts.
+    """One run, of two pipeline ranks and two or more that share the experts.
 
     Attributes:
         flags: of the experts.
         ours: segments and schedule.
         tp: tensor-parallel ranks.
+        dp: replicas.
         m: micro-batches; stock's interleaved order takes them as one group.
         repeats: whether other rows show what it does; then `make stress` alone runs it.
     """
@@ -61,13 +60,14 @@ class Row:
     flags: str
     ours: str = AIAO
     tp: int = 1
+    dp: int = 2
     m: int = 4
     repeats: bool = False
 
     @property
     def num_ranks(self) -> int:
         """The number of processes."""
-        return 4 * self.tp
+        return 2 * self.tp * self.dp
 
     def command(self, ours: str) -> tuple[str, ...]:
         """Return the flags of a run."""
@@ -75,7 +75,7 @@ class Row:
         if self.tp > 1:
             tensors += " --sequence-parallel"
         tensors += f" --num-layers {4 if '--segments 1' in self.ours else 8}"
-        line = f"{MODEL} {tensors} --global-batch-size {2 * self.m} {self.flags} {ours}"
+        line = f"{MODEL} {tensors} --global-batch-size {self.dp * self.m} {self.flags} {ours}"
         return tuple(shlex.split(line))
 
     @property
@@ -87,7 +87,7 @@ class Row:
 
 
 ROWS = (
-    Row("--moe-router-topk 1 --moe-router-pre-softmax"),
+    Row("--moe-router-topk 1 --moe-router-pre-softmax", repeats=True),
     Row(AUX, repeats=True),
     Row(AUX, ours=ONE, repeats=True),
     Row(BIAS, ours=INTERLEAVED),
@@ -97,12 +97,15 @@ ROWS = (
     Row(f"{AUX} {SHARED}", ours=INTERLEAVED, repeats=True),
     Row(f"{AUX} {SHARED} --moe-shared-expert-overlap", repeats=True),
     Row(f"{AUX} {OVERLAP}", repeats=True),
+    Row(f"{AUX} {OVERLAP}", ours=f"{INTERLEAVED}:group=6", m=8, repeats=True),
+    Row(f"{AUX} {FULL}", ours=f"{INTERLEAVED}:group=4", m=7, repeats=True),
     Row(f"{AUX} --bf16 --overlap-grad-reduce", m=5, repeats=True),
     Row(f"{AUX} --moe-expert-capacity-factor 1.0", ours=ONE, repeats=True),
     Row(f"{AUX} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", repeats=True),
     Row(f"{AUX} --expert-tensor-parallel-size 1", tp=2, m=2, repeats=True),
     # Outputs that are computed again; modules that stand in for Transformer Engine's.
-    Row(f"{AUX} {OUTPUTS} --expert-tensor-parallel-size 1", tp=2, m=2),
+    Row(f"{AUX} {OUTPUTS} --expert-tensor-parallel-size 1", tp=2, dp=1, m=2),
+    Row(f"{AUX} {OUTPUTS} --expert-tensor-parallel-size 1", tp=2, m=2, repeats=True),
     Row(f"{AUX} {OUTPUTS} moe_act {SHARED} {ENGINE}", repeats=True),
     Row(
         f"{AUX} {OUTPUTS} moe_act {SHARED} {ENGINE} --overlap-grad-reduce",

@@ -24,7 +24,7 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.shard_buffers import ShardBuffers
 from tests.distributed import RankError, run_distributed
-from tests.end_to_end.test_checkpoints import resuming, saving
+from tests.end_to_end.test_checkpoints import check_resumed, resuming, saving, since
 from tests.end_to_end.test_equal_to_stock import (
     BUCKETS,
     DROPOUT,
@@ -35,9 +35,16 @@ from tests.end_to_end.test_equal_to_stock import (
     SELECTIVE,
     UNTIED,
     Row,
-    _reference,
 )
-from tests.end_to_end.training import Record, differences, marked, train, train_as_planned
+from tests.end_to_end.training import (
+    Record,
+    as_known,
+    differences,
+    marked,
+    once,
+    train,
+    train_as_planned,
+)
 from tests.plans import planned
 
 pytestmark = pytest.mark.gloo
@@ -54,9 +61,6 @@ GRADIENTS = "--shard-segments gradients --schedule aiao"
 FREED_EARLY = "0ALL_GATHER 0F0 0B0 0F1 0B1 0FREE_PARAM_B 0REDUCE_SCATTER 0FREE_GRAD 0STEP"
 
 ROWS = (
-    Row(
-        name="fp32", dp=2, segments=4, m=3, flags=OVERLAP, ours=AIAO, stock=ONE_GROUP, repeats=True
-    ),
     Row(name="fp32", dp=2, segments=4, m=3, flags=OVERLAP, ours=GRADIENTS, stock=ONE_GROUP),
     Row(
         name="bf16, recomputed and cut into buckets",
@@ -85,27 +89,6 @@ ROWS = (
         flags=f"{OVERLAP} --sequence-parallel {SELECTIVE} {DROPOUT} --calculate-per-token-loss",
         ours="--schedule plan=PLAN --shard-segments gradients",
         plan=FREED_EARLY,
-    ),
-    Row(
-        name="bf16, recomputed, delayed weight gradients",
-        dp=2,
-        segments=4,
-        m=3,
-        flags=f"{OVERLAP} --bf16 {BUCKETS} {FULL} uniform",
-        ours=f"{AIAO}:wgrad=last@1,2",
-        stock=ONE_GROUP,
-        repeats=True,
-    ),
-    Row(
-        name="sequence parallelism",
-        dp=2,
-        tp=2,
-        pp=1,
-        m=2,
-        flags=f"{OVERLAP} --bf16 --sequence-parallel",
-        ours="--schedule plan=PLAN --shard-segments weights",
-        plan=FREED_EARLY.replace("0FREE_GRAD ", ""),
-        repeats=True,
     ),
     Row(
         name="interleaved, offloaded",
@@ -149,6 +132,7 @@ ROWS = (
         flags=f"{OVERLAP} --bf16 --clip-grad 1000",
         ours=f"{GRADIENTS}:step=next:share=0.5",
         stock=ONE_GROUP,
+        repeats=True,
     ),
     Row(
         name="steps of which some wait for all gradients, ramp-up",
@@ -280,11 +264,8 @@ def test_it_trains_what_stock_does_and_reads_nothing_that_is_freed(
     plan_file.write_text(row.plan)
     command = row.command(row.ours.replace("PLAN", str(plan_file)))
     ours = run_distributed(train_poisoned, row.num_ranks, command, tmp_path)
-    stock = _reference(row.num_ranks, row.command(f"--schedule stock {row.stock}"))
-    if "step=next" in row.ours:  # a norm is known when all gradients have arrived
-        for iteration in (i for record in (*ours, *stock) for i in record.iterations):
-            iteration.pop("grad norm", None)
-    assert differences(ours, stock) == []
+    stock = once(train, row.num_ranks, row.command(f"--schedule stock {row.stock}"))
+    assert differences(ours, as_known(ours, stock)) == []
 
 
 BYTES = Row(dp=2, segments=4, m=2, flags=f"{OVERLAP} --bf16 {UNTIED} --train-iters 3")
@@ -300,7 +281,7 @@ def test_bytes_are_those_that_the_plan_predicts(
     row = BYTES
     order = build("aiao", num_ranks=2, num_segments=4, num_microbatches=2)
     parts = "step=next" if deferred else ""
-    plan = planned(order, parts, shards_params=True, shards_grads=mode == "gradients")
+    plan = planned(order, parts, shards=mode)
     # The optimizer's state is made in the first step, and so in the second iteration.
     late = "--schedule aiao:step=next:share=1 --clip-grad 0 --train-iters 4" if deferred else ""
     traced = f"--trace {tmp_path} --trace-iterations 2"
@@ -337,14 +318,7 @@ def test_bytes_are_those_that_the_plan_predicts(
     ],
 )
 def test_checkpoints_are_those_of_stock(saves: str, resumes: str, tmp_path: Path) -> None:
-    row = SAVED
-    whole = run_distributed(train_poisoned, row.num_ranks, saving(row, saves, tmp_path))
-    resumed = run_distributed(train_poisoned, row.num_ranks, resuming(row, resumes, tmp_path))
-
-    assert len(resumed[0].iterations) == 2
-    for record in whole:
-        del record.iterations[:2]
-    assert differences(resumed, whole) == []
+    check_resumed(SAVED, saves, resumes, tmp_path, train_poisoned)
 
 
 KILLED = Row(dp=2, segments=3, m=2, flags=f"{OVERLAP} --bf16 --num-layers 6")
@@ -390,6 +364,4 @@ def test_a_rank_that_dies_with_freed_parameters_loses_nothing_that_was_saved(
 
     resumed = run_distributed(train_poisoned, row.num_ranks, resuming(row, GRADIENTS, tmp_path))
     undisturbed = run_distributed(train, row.num_ranks, row.command(STOCK))
-    for record in undisturbed:
-        del record.iterations[:2]
-    assert differences(resumed, undisturbed) == []
+    assert differences(resumed, since(2, undisturbed)) == []

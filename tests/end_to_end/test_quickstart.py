@@ -32,5 +32,6 @@ def test_a_first_run_is_compared_with_stock(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "loss: equal in every digit in 10 of 10 iterations" in done.stdout
+    assert "No verdict: ranks shared the cores of one machine" in done.stdout
     assert (tmp_path / "out/aiao/timeline.html").exists()
     assert "validation loss" in (tmp_path / "out/aiao.log").read_text()

@@ -4,7 +4,6 @@ Beside losses and parameters the rows compare each replica's own shards and mome
 replicas' are gone from the optimizer when a step is done.
 """
 
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,18 +14,26 @@ import pytest
 
 from megatron.fold3d.policy.predicted import Predicted
 from tests.distributed import run_distributed
-from tests.end_to_end.test_checkpoints import resuming, saving
+from tests.end_to_end.test_checkpoints import check_resumed
 from tests.end_to_end.test_equal_to_stock import (
     BUCKETS,
     EXPERTS,
+    MTP,
     ONE_GROUP,
     OVERLAP,
     UNTIED,
     Row,
-    _reference,
 )
 from tests.end_to_end.test_param_shards import MORE_AND_MORE
-from tests.end_to_end.training import Record, differences, train, train_as_planned
+from tests.end_to_end.training import (
+    Record,
+    differences,
+    heard,
+    marked,
+    once,
+    train,
+    train_as_planned,
+)
 
 pytestmark = pytest.mark.gloo
 
@@ -53,23 +60,41 @@ ROWS = (
         flags=f"{OVERLAP} --bf16 --sequence-parallel {UNTIED}",
         ours="--schedule aiao:optimizer=replicated@0:wgrad=behind@0",
         stock=ONE_GROUP,
+        repeats=True,
     ),
     Row(
-        name="fp16, some iterations skipped, sequence parallel",
+        name="fp16, some iterations skipped, sequence parallel, between weight gradients",
         pp=1,
         tp=2,
         dp=2,
         m=2,
         flags=f"{OVERLAP} {SKIPS} --sequence-parallel",
-        ours=ALONE,
+        ours=f"{ALONE}:wgrad=behind@0",
     ),
     Row(
-        name="experts, ramp-up, loss per token, hooks gather",
+        name="experts, ramp-up, loss per token, gathers that stock does not align",
         pp=1,
         dp=2,
         flags=f"{OVERLAP} {EXPERTS} {MORE_AND_MORE} --calculate-per-token-loss "
         "--no-align-param-gather",
         ours=ALONE,
+    ),
+    Row(
+        name="experts alone have two replicas",
+        pp=1,
+        tp=2,
+        m=2,
+        flags=f"{OVERLAP} {EXPERTS} --sequence-parallel --expert-tensor-parallel-size 1",
+        ours=ALONE,
+    ),
+    Row(
+        name="multi-token prediction, untied: the ends hold the same word embeddings all the same",
+        segments=3,
+        dp=2,
+        m=2,
+        flags=f"{OVERLAP} {MTP} {UNTIED}",
+        ours="--schedule aiao:optimizer=replicated@0,2",
+        stock=ONE_GROUP,
     ),
 )
 AUTO = Row(
@@ -82,10 +107,10 @@ AUTO = Row(
 SAVED = Row(pp=1, dp=2, m=2, flags=f"{OVERLAP} --bf16")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", marked(ROWS), ids=str)
 def test_losses_norms_parameters_and_shards_are_those_of_stock(row: Row, tmp_path: Path) -> None:
     ours = run_distributed(train_as_planned, row.num_ranks, row.command(row.ours), tmp_path)
-    stock = _reference(row.num_ranks, row.command(f"{STOCK} {row.stock}"))
+    stock = once(train, row.num_ranks, row.command(f"{STOCK} {row.stock}"))
     assert differences(ours, stock) == []
 
 
@@ -94,7 +119,7 @@ def test_auto_keeps_what_was_faster_and_changes_no_result(with_s: float) -> None
     ours, told = zip(
         *run_distributed(train_and_choose, 2, AUTO.command(AUTO.ours), with_s), strict=True
     )
-    assert differences(ours, _reference(2, AUTO.command(STOCK))) == []
+    assert differences(ours, once(train, 2, AUTO.command(STOCK))) == []
     (table,) = told[0]
     assert table.startswith("optimizer=auto measured F ")
     first, tried = table.splitlines()[-2:]
@@ -114,7 +139,7 @@ def train_and_choose(argv: Sequence[str], with_s: float) -> tuple[Record, list[s
 
     def to_try(self: Descent) -> list[Predicted]:
         whole = self.first.choice.changed((0,), optimizer="replicated")
-        return [replace(self.first, choice=whole, seconds=0.1)]
+        return [Predicted(job=replace(self.first.job, choice=whole), seconds=0.1)]
 
     step = auto_schedule.AutoSchedule.step
 
@@ -124,16 +149,9 @@ def train_and_choose(argv: Sequence[str], with_s: float) -> tuple[Record, list[s
             self._took_s = with_s
         return outcome
 
-    told: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
-
     Descent.to_try = to_try
     auto_schedule.AutoSchedule.step = noted
-    auto_schedule.logger.setLevel(logging.INFO)
-    auto_schedule.logger.addHandler(Listener())
+    told = heard(auto_schedule.__name__)
     return train(argv), told
 
 
@@ -154,11 +172,4 @@ def test_four_replicas_differ_from_stock_by_rounding() -> None:
 
 @pytest.mark.parametrize(("saves", "resumes"), [(ALONE, STOCK), (STOCK, ALONE)])
 def test_checkpoints_are_those_of_stock(saves: str, resumes: str, tmp_path: Path) -> None:
-    row = SAVED
-    whole = run_distributed(train, row.num_ranks, saving(row, saves, tmp_path))
-    resumed = run_distributed(train, row.num_ranks, resuming(row, resumes, tmp_path))
-
-    assert len(resumed[0].iterations) == 2
-    for record in whole:
-        del record.iterations[:2]
-    assert differences(resumed, whole) == []
+    check_resumed(SAVED, saves, resumes, tmp_path)

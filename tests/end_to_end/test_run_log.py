@@ -7,7 +7,7 @@ import pytest
 
 from tests.distributed import run_distributed
 from tests.end_to_end.test_equal_to_stock import Row
-from tests.end_to_end.training import train
+from tests.end_to_end.training import heard, train
 
 pytestmark = pytest.mark.gloo
 
@@ -21,13 +21,6 @@ def test_what_we_add_to_the_log_of_a_run_is_three_lines() -> None:
 
 def _listen(argv: Sequence[str]) -> list[str]:
     """Train; returns what we log in it."""
-    lines: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.name.startswith(("fold3d_patches", "megatron.fold3d")):
-                lines.append(record.getMessage())
-
-    logging.getLogger().addHandler(Listener(logging.INFO))
+    patched, ours = (heard(name, logging.NOTSET) for name in ("fold3d_patches", "megatron.fold3d"))
     train(argv)
-    return lines
+    return patched + ours

@@ -21,17 +21,15 @@ from megatron.fold3d.observe.trace_timeline import to_timeline
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.ops import COMPUTE_OPS, RECV_OPS
 from tests.distributed import run_distributed
-from tests.end_to_end.training import differences, train
+from tests.end_to_end.training import TINY, differences, heard, train
 
 pytestmark = pytest.mark.gloo
 
 _DATA = re.compile(r'<script id="data".*?>(.*?)</script>')
 
 SIZES = (
-    "--device cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
-    "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1 "
-    "--pipeline-model-parallel-size 2 --segments 2 --lr 1e-2 --eval-iters 1 --eval-interval 4"
+    f"{TINY} --num-layers 8 --pipeline-model-parallel-size 2 --segments 2 "
+    "--lr 1e-2 --eval-iters 1 --eval-interval 4"
 )
 MODEL = (
     f"{SIZES} --global-batch-size 8 --train-iters 6 --use-distributed-optimizer "
@@ -142,14 +140,13 @@ def test_a_run_that_dies_after_its_traced_iterations_leaves_a_whole_trace(tmp_pa
     assert [json.loads(text)["iterations"][0]["iteration"] for text in texts] == [2, 2, 2, 2]
 
 
-FAULTS = {
-    "a full disk": "No space left on device",
-    "a file where the folder was": "File exists",
-}
-
-
-@pytest.mark.parametrize("schedule", ["stock", "aiao"])
-@pytest.mark.parametrize(("fault", "reason"), FAULTS.items(), ids=FAULTS)
+@pytest.mark.parametrize(
+    ("schedule", "fault", "reason"),
+    [
+        ("stock", "a full disk", "No space left on device"),
+        ("aiao", "a file where the folder was", "File exists"),
+    ],
+)
 def test_a_trace_that_cannot_be_written_costs_a_warning_and_not_the_run(
     schedule: str, fault: str, reason: str, tmp_path: Path
 ) -> None:
@@ -168,10 +165,7 @@ def _train_with_full_disk(argv: list[str], folder: Path, fault: str) -> list[str
         for rank in range(2):
             with contextlib.suppress(FileExistsError):
                 (folder / f"rank-{rank:05}.part").symlink_to("/dev/full")
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megatron.fold3d.runtime.trace.tracer").addHandler(handler)
+    said = heard("megatron.fold3d.runtime.trace.tracer", logging.WARNING)
 
     from megatron.training import training
 

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -26,6 +27,17 @@ from megatron.fold3d.plan.ops import (
 )
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.policy.predicted import Predictions
+from tests.distributed import run_distributed
+
+TINY = (
+    "--device cpu --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1"
+)
+"""A model whose iteration takes milliseconds; the number of layers and the rest are a test's."""
+
+once = functools.cache(run_distributed)
+"""What ranks record, run once for all tests of a worker that compare with it: change nothing."""
 
 TRACED = 3
 """The iteration that is compared: hooks run from the second on, and no evaluation is near."""
@@ -184,6 +196,18 @@ def recorded(main: Callable[[], object], *, awaits_search: bool = True) -> Recor
     return record
 
 
+def heard(logger: str = "", level: int = logging.INFO) -> list[str]:
+    """Return a list that takes what a logger of this rank says from now on; "" is every logger."""
+    said: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    listened = logging.getLogger(logger)
+    if logger:
+        listened.setLevel(level)
+    listened.addHandler(handler)
+    return said
+
+
 class FinishedSearch:
     """A `SearchProcess` that searches while it is made, in the rank's own process."""
 
@@ -263,7 +287,8 @@ def _digest(tensor: torch.Tensor) -> str:
 
 def _optimizer_state(optimizer: Any) -> Iterator[tuple[str, str]]:
     for part, megatrons in enumerate(optimizer.chained_optimizers):
-        for group, settings in enumerate(megatrons.optimizer.param_groups):
+        groups = megatrons.optimizer.param_groups if megatrons.optimizer else ()  # all are frozen
+        for group, settings in enumerate(groups):
             for number, parameter in enumerate(settings["params"]):
                 name = f"{part}.{group}.{number}"
                 yield f"{name} parameter", _digest(parameter)

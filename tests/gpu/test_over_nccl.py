@@ -22,6 +22,7 @@ from megatron.fold3d.runtime.preemption.communicator import extension
 from tests.distributed import run_distributed
 from tests.end_to_end import (
     test_backward_share,
+    test_delta_gather,
     test_equal_to_stock,
     test_param_shards,
     test_preemptive_comm,
@@ -67,7 +68,8 @@ class Case:
 
 def cases() -> Iterator[Case]:
     """All rows of the tables, but those of context parallelism, which needs Transformer Engine."""
-    for module in (test_equal_to_stock, test_param_shards, test_replicated_optimizer):
+    tables = (test_equal_to_stock, test_param_shards, test_replicated_optimizer, test_delta_gather)
+    for module in tables:
         family = module.__name__.split(".test_")[1]
         for row in module.ROWS:
             if row.cp == 1:

@@ -2,22 +2,16 @@
 
 import functools
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.distributed import RankError, run_distributed
-from tests.end_to_end.training import Record, differences, train
+from tests.end_to_end.training import TINY, Record, as_known, differences, once, train
 from tests.gpu_path.late_device import Delays
 from tests.gpu_path.late_training import Late, train_late
 from tests.gpu_path.mutations import FULL_QUEUE, LANES, Mutation, build
 from tests.gpu_path.small_programs import fill_a_queue, trace_early
 
-MODEL = (
-    "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
-    "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1 "
-    "--lr 1e-2 --lr-decay-iters 100 --eval-iters 1"
-)
+MODEL = f"{TINY} --num-layers 4 --lr 1e-2 --lr-decay-iters 100 --eval-iters 1"
 UNCHECKED = "--no-check-for-nan-in-loss-and-grad"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 TO_HOST = "--offload-activations on --lazy-inter-segment"
@@ -172,6 +166,12 @@ CASES = (
         tp=2,
         dp=2,
     ),
+    Case(
+        name="coded gathers",
+        ours="--schedule aiao --delta-param-gather on",
+        flags=f"{ZERO} --bf16 {UNTIED}",
+        dp=2,
+    ),
 )
 _BY_FLAGS = {  # what reaches the mutations of these flags
     "": CASES[0],
@@ -197,7 +197,7 @@ def wrong(
         )
     except RankError as error:
         return [str(error)]
-    return differences(*comparable(records, stock_of(case)))
+    return differences(records, as_known(records, stock_of(case)))
 
 
 def found_by(mutation: Mutation, folder: object) -> list[str]:
@@ -227,33 +227,4 @@ def _reaching(mutation: Mutation) -> tuple[Case, Late]:
 
 def stock_of(case: Case) -> list[Record]:
     """Return what stock's run records; cases with the same command share it."""
-    return _trained(case.num_ranks, case.command("--schedule stock"))
-
-
-@functools.cache
-def _trained(num_ranks: int, argv: Sequence[str]) -> list[Record]:
-    records: list[Record] = run_distributed(train, num_ranks, argv)
-    return records
-
-
-def comparable(
-    ours: Sequence[Record], stock: Sequence[Record]
-) -> tuple[Sequence[Record], Sequence[Record]]:
-    """Drop from stock's records the norms that ours did not know when the iteration ended."""
-    expected = []
-    for mine, theirs in zip(ours, stock, strict=True):
-        rows = [
-            {name: value for name, value in row.items() if name in own or name != "grad norm"}
-            for row, own in zip(theirs.iterations, mine.iterations, strict=True)
-        ]
-        expected.append(
-            Record(
-                rows,
-                theirs.evaluations,
-                theirs.num_microbatches,
-                theirs.parameters,
-                theirs.layers,
-                theirs.optimizer,
-            )
-        )
-    return ours, expected
+    return once(train, case.num_ranks, case.command("--schedule stock"))

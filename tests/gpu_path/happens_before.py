@@ -222,7 +222,7 @@ def innermost_of_ours() -> str:
     name, line = frame.f_code.co_filename, frame.f_lineno
     found = [place for place in _PLACES if place in name]
     while frame.f_back:
-        if frame.f_code.co_name in ("prepare", "drain", "choose_plan"):
+        if frame.f_code.co_name in ("prepare", "drain", "decide"):
             return ""
         frame = frame.f_back
     return f"{name[name.index(found[0]) :]}:{line}" if found else ""

@@ -129,6 +129,9 @@ class LateGroup(dist.ProcessGroup):
             known[self] = known[group]
         self._set_group_name(group.group_name)
 
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._group._get_backend(device)
+
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]

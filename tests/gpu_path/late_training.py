@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron.fold3d.config import bucket_flags, read_config
 from megatron.fold3d.runtime import device as fold3d_device
 from megatron.fold3d.runtime.executor import Executor
+from megatron.fold3d.runtime.grad_sync import delta_gather
 from megatron.fold3d.runtime.offload import copies, host_memory, host_slots
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool
 from megatron.fold3d.runtime.tensor_parallel.baton import Baton
@@ -64,6 +65,7 @@ def lateness(late: Late) -> Iterator[LateDevice]:
         _make_groups_late(patch, device, late)
         patch.setitem(fold3d_device.STREAMS, "cpu", device)
         patch.setattr(copies, "batched_copy", device.copy)
+        patch.setattr(delta_gather, "decode", _queued_decode(device))
         patch.setattr(host_link, "PinnedPool", functools.partial(_LinkPool, device))
         patch.setattr(host_slots, "PinnedPool", functools.partial(_OffloadPool, device))
         patch.setattr(host_memory, "take", _page_locking(device))
@@ -107,6 +109,26 @@ def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice, late: Late)
     patch.setattr(dist, "batch_isend_irecv", at_once)
     patch.setattr(c10d, "_new_process_group_helper", make_late)
     patch.setattr(host_link.HostLink, "_connect", host_link_late)
+
+
+def _queued_decode(device: LateDevice) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Return `delta_code.decode` as a kernel: launched on the current stream, if it runs late."""
+    decode = delta_gather.decode
+
+    def queued(message: torch.Tensor, values: torch.Tensor) -> None:
+        if device.runs_at_once:
+            device.current_stream().finish()
+            return decode(message, values)
+        borrowed = device.memory.borrow(message), device.memory.borrow(values)
+        device.queue_operator(
+            lambda: decode(*(tensor() for tensor in borrowed)),
+            "decode",
+            reads=[message],
+            writes=[values],
+        )
+        return None
+
+    return queued
 
 
 def _collect_futures(patch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,11 @@ ONE_QUEUE, MANY = 1, 64
         (CASES[0], ONE_QUEUE),
         (CASES[1], ONE_QUEUE),
         (CASES[2], MANY),
+        (CASES[6], MANY),
         (CASES[7], ONE_QUEUE),
         (CASES[10], ONE_QUEUE),
         (CASES[19], ONE_QUEUE),
-        (CASES[20], MANY),
-        (CASES[21], MANY),
+        (CASES[-1], ONE_QUEUE),
     ],
     ids=str,
 )
@@ -46,7 +46,7 @@ def test_late_streams_train_what_stock_trains(case: Case, num_queues: int, tmp_p
     assert wrong(case, Late(num_queues=num_queues), tmp_path) == []
 
 
-LATE_COLLECTIVES = (5, 9, 13, 17)
+LATE_COLLECTIVES = (5, 9, 13, 17, -1)
 
 
 @pytest.mark.parametrize("case", [CASES[number] for number in LATE_COLLECTIVES], ids=str)

@@ -1,18 +1,16 @@
 """What `scripts/gpu.sh` trains, run without a GPU: a small model, late device."""
 
-import functools
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import run_distributed
-from tests.end_to_end.training import Record, differences, train
-from tests.gpu_path.cases import UNCHECKED, comparable
+from tests.end_to_end.training import as_known, differences, once, train
+from tests.gpu_path.cases import UNCHECKED
 from tests.gpu_path.late_training import Late, train_late
 
 ROOT = Path(__file__).parents[2]
@@ -82,14 +80,8 @@ def test_a_run_of_the_gpu_script_trains_what_its_stock_run_trains(run: Run, tmp_
     iterations = 11 if "--schedule auto" in run.flags else 3  # auto tries two orders until then
     late = Late(num_queues=run.queues)
     ours = run_distributed(train_late, run.ranks, _small(run.flags, iterations, tmp_path), late)
-    stock = _stock(run.ranks, _small(run.stock, iterations, None))
-    assert differences(*comparable(ours, stock)) == []
-
-
-@functools.cache
-def _stock(ranks: int, argv: Sequence[str]) -> list[Record]:
-    records: list[Record] = run_distributed(train, ranks, argv)
-    return records
+    stock = once(train, run.ranks, _small(run.stock, iterations, None))
+    assert differences(ours, as_known(ours, stock)) == []
 
 
 def _small(flags: str, iterations: int, folder: Path | None) -> tuple[str, ...]:

@@ -82,13 +82,11 @@ def readme_commands() -> list[tuple[str, str]]:
     return re.findall(run, text, re.M)
 
 
+@pytest.mark.stress  # `CASES` has `auto`, and each of its own flags
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("number", "sizes"),  # auto tries two orders until iteration 11
-    [
-        (0, "--num-layers 8 --train-iters 11"),
-        pytest.param(1, "--num-layers 16 --train-iters 13", marks=pytest.mark.stress),
-    ],
+    [(0, "--num-layers 8 --train-iters 11"), (1, "--num-layers 16 --train-iters 13")],
     ids=["auto", "own script"],
 )
 def test_the_readmes_commands_train_alike_on_the_late_device(

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
+from megatron.fold3d.plan.passes.grad_sync import serial_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link

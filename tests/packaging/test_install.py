@@ -69,7 +69,9 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_installed_package_shares_the_megatron_namespace(python: Path, checkout: Path):
+def test_installed_package_shares_the_megatron_namespace_and_has_its_command(
+    python: Path, checkout: Path
+):
     find = (
         "from importlib.util import find_spec as find;"
         "print(*(find(f'megatron.{name}').origin for name in ('core', 'training', 'fold3d')));"
@@ -81,9 +83,6 @@ def test_installed_package_shares_the_megatron_namespace(python: Path, checkout:
         assert not ours.is_relative_to(ROOT)
     load = "from fold3d_patches.cpu.compiler import uncompiled\nwith uncompiled(): "
     run(python, "-Wignore", "-c", f"{load}import megatron.training", cwd=python.parent)
-
-
-def test_console_script_runs(python: Path):
     assert "verify" in run(python.with_name("fold3d"), "--help", cwd=python.parent)
 
 

@@ -4,9 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import torch.distributed as dist
-
-from megatron.fold3d.runtime.torch_names import known_name
 from tests.patches.test_upstream import PATCHES
 
 ROOT = Path(__file__).parents[2]
@@ -15,8 +12,6 @@ PAGE = ROOT / "docs" / "compatibility.md"
 
 def test_the_page_names_each_patch_and_no_other() -> None:
     section = PAGE.read_text().split("## Patches")[1]
-    renamed = "all_gather_single_coalesced"  # in torch 2.13
-    section = section.replace(renamed, known_name(dist.ProcessGroup, renamed))
     symbols = re.findall(r"`([\w.]+:[\w.]+)`", section)
     assert sorted(symbols) == sorted(patch.target for patch in PATCHES)
 

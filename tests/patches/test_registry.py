@@ -127,25 +127,19 @@ def test_a_site_that_is_not_upstreams_any_more_is_refused(upstream: Any) -> None
 
 
 def test_all_patches_are_installed_or_none(upstream: Any) -> None:
-    with pytest.raises(PatchError, match="no upstream:gone in the installed version") as raised:
-        apply(
-            [
-                Patch(target="upstream:three", make=double),
-                Patch(target="upstream:gone", make=double),
-            ]
-        )
-    assert raised.value.__notes__ == ["patch of upstream:gone; nothing stays patched"]
-    assert upstream.three is three
-
-
-def test_a_patch_that_fails_to_make_leaves_nothing_behind(upstream: Any) -> None:
     def fail(_upstream: Any) -> Any:
         raise KeyError("from make")
 
+    fits, gone, fails = (
+        Patch(target=f"upstream:{name}", make=make)
+        for name, make in (("three", double), ("gone", double), ("Shape", fail))
+    )
+    with pytest.raises(PatchError, match="no upstream:gone in the installed version") as raised:
+        apply([fits, gone])
+    assert raised.value.__notes__ == ["patch of upstream:gone; nothing stays patched"]
+    assert upstream.three is three
     with pytest.raises(KeyError, match="from make"):
-        apply(
-            [Patch(target="upstream:three", make=double), Patch(target="upstream:Shape", make=fail)]
-        )
+        apply([fits, fails])
     assert upstream.three is three
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from fold3d_patches import compile_helpers, cpu, many_queues, unfused_layers
-from fold3d_patches.registry import Patch, apply
+from fold3d_patches import compile_helpers, cpu, delta_gather, many_queues, unfused_layers
+from fold3d_patches.registry import Patch, apply, combined
 from fold3d_patches.schedule import (
     backward_post_hook,
     checkpoint,
-    discarded_outputs,
     due_steps,
     embedding_grads,
     get_forward_backward_func,
@@ -25,17 +24,17 @@ from fold3d_patches.schedule import (
     linear,
     nccl_options,
     optimizer_step,
+    paired_layers,
     script_settings,
     tensor_parallel_group,
-    token_dispatcher,
 )
 from fold3d_patches.trace import collectives, spans
 from megatron.fold3d.predict.search.measured_search import measured_search
 from megatron.fold3d.runtime.auto_schedule import AutoSchedule
+from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
 from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
 from megatron.fold3d.runtime.offload.offloader import Offloader
-from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.tensor_parallel.baton import Baton
 from megatron.fold3d.runtime.trace.metrics import Metrics
 from megatron.fold3d.runtime.trace.tracer import Tracer
@@ -43,11 +42,11 @@ from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGra
 from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
 from tests.configs import CONFIG
 
-DUE = DueSteps(CONFIG, Plans(CONFIG))
+DUE = DueSteps(CONFIG)
 TRACED = replace(CONFIG, trace=Path("trace"))
 NO_METRICS = Metrics(lambda: None, lambda: None)
-TRACER = Tracer(TRACED, Plans(TRACED), NO_METRICS)
-PATCHES = (
+TRACER = Tracer(TRACED, NO_METRICS)
+BY_FEATURE = (
     compile_helpers.patch(),
     many_queues.patch(),
     checkpoint.patch(Offloader(CONFIG)),
@@ -57,8 +56,8 @@ PATCHES = (
     optimizer_step.patch(
         DUE,
         NO_METRICS,
-        ReplicatedSegments([0]),
-        AutoSchedule(CONFIG, Plans(CONFIG), measured_search),
+        ReplicatedSegments(),
+        AutoSchedule(CONFIG, measured_search),
     ),
     embedding_grads.patch(),
     *gradient_buckets.patches(),
@@ -66,15 +65,16 @@ PATCHES = (
     backward_post_hook.patch(EngineWeightGrads()),
     nccl_options.patch(3, 1),
     tensor_parallel_group.patch(Baton()),
-    token_dispatcher.patch(Baton()),
-    *discarded_outputs.patches(Baton()),
+    *paired_layers.patches(Baton()),
     *unfused_layers.patches(),
     *cpu.patches(),
+    *delta_gather.patches(DeltaGather(measures=True)),
     spans.iteration(TRACER),
     *collectives.patches(TRACER),
     *spans.updates(TRACER),
     *spans.computations(TRACER),
 )
+PATCHES = combined(BY_FEATURE)
 ROOT = Path(__file__).parents[2]
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.files import parse_plan
+from megatron.fold3d.plan.files import from_csv, parse_plan, to_csv
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.verify import verify
@@ -44,7 +44,7 @@ EXAMPLES = {
         "1REDUCE_KEPT 1REDUCE_SCATTER:600 0B0 0B1 0REDUCE_KEPT 0REDUCE_SCATTER "
         "1FINALIZE 0FINALIZE",
         TWO,
-        CARRIED | SHARDED | {"shares": (1.0, 0.6), "forwards_before_gather": {0: 1, 1: 1}},
+        CARRIED | SHARDED | {"shares": (1.0, 0.6), "parameter_share": 0.4},
     ),
     "parts between weight gradients": Example(
         "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0W:250 0ALL_REDUCE:250 0W:500 0ALL_REDUCE:500 "
@@ -85,19 +85,21 @@ EXAMPLES = {
         "2FREE_PARAM_B 0ALL_GATHER_B 1B0 1REDUCE_SCATTER 1FREE_PARAM_B 0B0 0REDUCE_SCATTER "
         "0FREE_PARAM_B 2STEP 1STEP 0STEP",
         THREE,
-        {"shards_params": True},
+        {"shards": "weights"},
     ),
     "gradients in shards": Example(
-        "0ALL_GATHER 1ALL_GATHER 0F0 2ALL_GATHER 1F0 2F0 2B0 2REDUCE_SCATTER 1B0 1REDUCE_SCATTER "
-        "2FREE_GRAD 0B0 0REDUCE_SCATTER 2STEP 1STEP 0STEP",
+        "0ALL_GATHER 1ALL_GATHER 0F0 0FREE_PARAM 2ALL_GATHER 1F0 2F0 2B0 2REDUCE_SCATTER "
+        "2FREE_PARAM_B 0ALL_GATHER_B 1B0 1REDUCE_SCATTER 1FREE_PARAM_B 2FREE_GRAD 0B0 "
+        "0REDUCE_SCATTER 0FREE_PARAM_B 2STEP 1STEP 0STEP",
         THREE,
-        SHARDED | {"shards_grads": True},
+        {"shards": "gradients"},
     ),
     "gradients in shards, carried": Example(
         "0STEP 0FREE_GRAD 0ALL_GATHER 1STEP 1FREE_GRAD 1ALL_GATHER 0F0 1F0 1B0 "
-        "1REDUCE_KEPT 1REDUCE_SCATTER 0B0 0REDUCE_KEPT 0REDUCE_SCATTER 1FINALIZE 0FINALIZE",
+        "1REDUCE_KEPT 1REDUCE_SCATTER 1FREE_PARAM_B 0B0 0REDUCE_KEPT 0REDUCE_SCATTER "
+        "0FREE_PARAM_B 1FINALIZE 0FINALIZE",
         "0F0 1F0 1B0 0B0",
-        CARRIED | SHARDED | {"shards_grads": True},
+        CARRIED | {"shards": "gradients"},
     ),
     "slices for one hardware queue": Example(
         "0F0 0F1 1F0 1F1 1B0 1B1 1ALL_REDUCE:500 0B0 1ALL_REDUCE 0B1 0ALL_REDUCE 1STEP 0STEP",
@@ -148,7 +150,7 @@ def test_an_example_reads_back_runs_and_is_what_the_passes_make(name: str):
     text, order, made_with = EXAMPLES[name]
     plan = Plan.from_text(text)
     assert plan.to_text() == f"{text}\n"
-    assert Plan.from_csv(plan.to_csv()) == plan
+    assert from_csv(to_csv(plan)) == plan
     verify(plan)
     if made_with is not None:
         assert planned(Plan.from_text(order), **made_with).to_text() == plan.to_text()
@@ -160,113 +162,95 @@ def test_what_is_offloaded_and_recomputed_is_not_told_by_the_words():
     assert made(plan) == plan
 
 
-WRONG = {
-    "summed before its gradients": (
-        "0F0 0F1 0B0 0ALL_REDUCE 0B1 0STEP",
-        "deadlock: rank 0 waits at 0ALL_REDUCE for 0B1",
-        ">0ALL_REDUCE<",
-    ),
-    "stepped between forwards": (
-        "0F0 0STEP 0F1 0B0 0B1 0ALL_REDUCE",
-        "deadlock: rank 0 waits at 0STEP for 0ALL_REDUCE",
-        ">0STEP<",
-    ),
-    "stepped before the sum of its iteration": (
-        "0F0 0B0 0STEP 0ALL_REDUCE",
-        "deadlock: rank 0 waits at 0STEP for 0ALL_REDUCE",
-        ">0STEP<",
-    ),
-    "a part that is summed before it is computed": (
+WRONG = [
+    ("0F0 0F1 0B0 0ALL_REDUCE 0B1 0STEP", "deadlock: rank 0 waits at 0ALL_REDUCE for 0B1"),
+    ("0F0 0STEP 0F1 0B0 0B1 0ALL_REDUCE", "deadlock: rank 0 waits at 0STEP for 0ALL_REDUCE"),
+    ("0F0 0B0 0STEP 0ALL_REDUCE", "deadlock: rank 0 waits at 0STEP for 0ALL_REDUCE"),
+    (
         "0F0 0B0 0W:500 0ALL_REDUCE 0W:1000 0STEP",
         "deadlock: rank 0 waits at 0ALL_REDUCE for 0W:1000",
-        ">0ALL_REDUCE<",
     ),
-    "a part that is lost": (
+    (
         "0F0 0B0 0ALL_REDUCE:500 0STEP",
         "0ALL_REDUCE:500 is the last part; the sums of a stage end at 1000",
-        ">0ALL_REDUCE:500<",
     ),
-    "a part that is sent twice": (
+    (
         "0STEP 0F0 0B0 0REDUCE_KEPT 0ALL_REDUCE:500 0ALL_REDUCE 0ALL_REDUCE:700 0FINALIZE",
         "0ALL_REDUCE:700 comes after 0ALL_REDUCE, which ends with all that is left",
-        ">0ALL_REDUCE:700<",
     ),
-    "parts out of order": (
+    (
         "0F0 0B0 0ALL_REDUCE:700 0ALL_REDUCE:500 0ALL_REDUCE 0STEP",
         "0ALL_REDUCE:500 comes after 0ALL_REDUCE:700; a part begins where the last one ends",
-        ">0ALL_REDUCE:500<",
     ),
-    "what is left, behind its step": (
+    (
         "0STEP 0ALL_REDUCE 0F0 0B0 0REDUCE_KEPT 0ALL_REDUCE:600 0FINALIZE",
         "0ALL_REDUCE:600 comes after 0ALL_REDUCE, which ends with all that is left",
-        ">0ALL_REDUCE:600<",
     ),
-    "scattered and never gathered": (
+    (
         "0ALL_GATHER 0F0 1F0 1B0 1REDUCE_SCATTER 0B0 0REDUCE_SCATTER 1STEP 0STEP",
         "1ALL_GATHER is missing; replicas step shards of the stage",
-        "",
     ),
-    "gathered and never stepped": (
-        "0ALL_GATHER 0F0 0B0 0REDUCE_SCATTER",
-        "0STEP is missing; what is summed is stepped",
-        "",
-    ),
-    "gathered and never summed": (
+    ("0ALL_GATHER 0F0 0B0 0REDUCE_SCATTER", "0STEP is missing; what is summed is stepped"),
+    (
         "0ALL_GATHER 0F0 0B0",
         "0REDUCE_SCATTER is missing; what is stepped is summed over the replicas",
-        "",
     ),
-    "gathered before its step": (
+    (
         "0ALL_GATHER 0STEP 0F0 0B0 0REDUCE_KEPT 0REDUCE_SCATTER 0FINALIZE",
         "deadlock: rank 0 waits at 0ALL_GATHER for 0STEP",
-        ">0ALL_GATHER<",
     ),
-    "gathered though all-reduced": (
+    (
         "0ALL_GATHER 0F0 0B0 0ALL_REDUCE 0STEP",
         "0ALL_GATHER of a stage that is all-reduced: every replica has stepped all of it",
-        ">0ALL_GATHER<",
     ),
-    "summed in two ways": (
+    (
         "0ALL_GATHER 0F0 0B0 0REDUCE_SCATTER:500 0ALL_REDUCE 0STEP",
         "0REDUCE_SCATTER:500 beside 0ALL_REDUCE: a stage is summed in one way",
-        ">0REDUCE_SCATTER:500<",
     ),
-    "freed while it is used": (
+    (
         "0ALL_GATHER 0F0 0FREE_PARAM 0F1 0ALL_GATHER_B 0B0 0B1 0REDUCE_SCATTER 0STEP",
         "deadlock: rank 0 waits at 0FREE_PARAM for 0F1",
-        ">0FREE_PARAM<",
     ),
-    "carried without what Megatron reads": (
+    (
         "0STEP 0F0 0B0 0ALL_REDUCE 0FINALIZE",
         "0REDUCE_KEPT is missing beside 0STEP, which ends DP.sync of the iteration before",
-        ">0STEP<",
     ),
-    "carried, and Megatron never reads": (
+    (
         "0STEP 0F0 0B0 0REDUCE_KEPT 0ALL_REDUCE",
         "0FINALIZE is missing beside 0STEP, which ends DP.sync of the iteration before",
-        ">0STEP<",
     ),
-    "read before it is summed": (
+    (
         "0STEP 0F0 0B0 0FINALIZE 0REDUCE_KEPT 0ALL_REDUCE",
         "deadlock: rank 0 waits at 0FINALIZE for 0REDUCE_KEPT",
-        ">0FINALIZE<",
     ),
-    "kept although it is not carried": (
+    (
         "0F0 0B0 0REDUCE_KEPT 0ALL_REDUCE 0FINALIZE 0STEP",
         "0REDUCE_KEPT of a stage whose step is at the end, where all sums have ended",
-        ">0REDUCE_KEPT<",
     ),
-}
+    (
+        "0F0 0F1 0B0 0ALL_REDUCE:250 0B1 0ALL_REDUCE 0STEP",
+        "deadlock: rank 0 waits at 0ALL_REDUCE:250 for 0B1",
+    ),
+    (
+        "0F0 0B0 0ALL_REDUCE:250 0ALL_REDUCE:250 0ALL_REDUCE 0STEP",
+        "0ALL_REDUCE:250 appears more than once",
+    ),
+    (
+        "0ALL_REDUCE:250 0F0 0STEP 0B0 0ALL_REDUCE",
+        "deadlock: rank 0 waits at 0ALL_REDUCE:250 for 0B0",
+    ),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_plan_is_refused_with_the_wrong_action_marked(name: str):
-    text, reason, marked = WRONG[name]
+@pytest.mark.parametrize(("text", "reason"), WRONG)
+def test_a_wrong_plan_is_refused_with_the_wrong_action_marked(text: str, reason: str):
     with pytest.raises(PlanError) as refused:
         verify(Plan.from_text(text))
     message, *grid = str(refused.value).splitlines()
     assert message.startswith(reason)
-    assert re.findall(r">\S+<", "\n".join(grid)) == [marked] * bool(marked)
+    marked = re.findall(r">(\S+)<", "\n".join(grid))
+    assert len(marked) == ("is missing;" not in reason)
+    assert all(re.search(rf"\b{one}\b", reason) for one in marked)
 
 
 OLD = "0GATHER_PARAM 0WAIT_PARAM 0F0 0B0 0REDUCE_GRAD.250 0REDUCE_GRAD 0WAIT_GRAD"

@@ -3,7 +3,7 @@
 What runs is said here once more, in the plainest way: actions change the state of their stage.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -12,6 +12,7 @@ import pytest
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, PlanError
+from megatron.fold3d.plan.ops import P2P_OPS, PEER, RECV_OPS, SEND_OPS, WAYS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SPLIT_SCHEDULES, build
 from megatron.fold3d.plan.verify import verify
@@ -38,6 +39,10 @@ class Player:
         self._ops = {(a.stage, a.op) for a in self._has}
         self._loops: dict[int, Loop] = defaultdict(Loop)
         self._sent: set[Action] = set()  # in this iteration
+        self._posted: dict[tuple[int, Op], deque[Action]] = defaultdict(deque)
+        self._carries = {way.compute: way.compute for way in WAYS}  # what brings its result
+        if plan.has(*P2P_OPS):
+            self._carries = {way.compute: way.send for way in WAYS}
 
     def can_run(self) -> bool:
         for program in self._plan.programs:  # whatever comes before the first step
@@ -49,6 +54,7 @@ class Player:
         for loop in self._loops.values():
             loop.ran = set()
         self._sent = set()
+        self._posted.clear()
         left = [list(reversed(program)) for program in self._plan.programs]
         moved = True
         while moved:
@@ -64,7 +70,11 @@ class Player:
         loop = self._loops[stage]
         loop.ran.add((op, number))
         self._sent.add(action)
-        if op is Op.STEP:
+        if op in RECV_OPS:
+            self._posted[stage % self._plan.num_ranks, op].append(action)
+        elif op in SEND_OPS and (channel := self._channel(action)):
+            channel.popleft()
+        elif op is Op.STEP:
             freeable = {(Op.STEP, None), (Op.REDUCE_SCATTER, WHOLE)}
             self._loops[stage] = Loop(ran=loop.ran & freeable)
         elif op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
@@ -95,7 +105,7 @@ class Player:
         match op:
             case Op.FORWARD:
                 in_order = number == 0 or ran(Op.FORWARD, (number or 0) - 1)
-                arrived = stage == 0 or Action(stage - 1, op, number) in self._sent
+                arrived = stage == 0 or Action(stage - 1, self._carries[op], number) in self._sent
                 return in_order and arrived and ran_if_any(Op.ALL_GATHER)
             case Op.BACKWARD | Op.RECOMPUTE:
                 ready = ran(Op.FORWARD, number) and ran_if_any(Op.ALL_GATHER_B)
@@ -103,11 +113,18 @@ class Player:
                 if op is Op.RECOMPUTE:
                     return ready and not ran(Op.BACKWARD, number)
                 is_last = stage == self._plan.num_stages - 1
-                arrived = is_last or Action(stage + 1, op, number) in self._sent
+                arrived = is_last or Action(stage + 1, self._carries[op], number) in self._sent
                 freed = not loop.summed and ran_if_any(Op.RECOMPUTE, number)
                 if Action(stage, Op.FREE_GRAD) in self._has and self._is_carried(stage):
                     freed &= ran(Op.FREE_GRAD)
                 return ready and arrived and freed
+            case Op.RECV_F | Op.RECV_B:
+                return True
+            case Op.SEND_F | Op.SEND_B:  # blocks until its receive is posted
+                channel = self._channel(action)
+                receive = (stage + PEER[op], Op.RECV_F if op is Op.SEND_F else Op.RECV_B, number)
+                there = bool(channel) and channel[0] == receive
+                return there and ran(Op.FORWARD if op is Op.SEND_F else Op.BACKWARD, number)
             case Op.WEIGHT:
                 return ran(Op.BACKWARD, number) and not loop.summed
             case Op.WEIGHT_PART:
@@ -138,6 +155,12 @@ class Player:
                 return ran(Op.FORWARD, number)
             case _:
                 return ran(Op.OFFLOAD, number)
+
+    def _channel(self, send: Action) -> deque[Action]:
+        """What a rank has posted to receive from the one that sends."""
+        to = send.stage + PEER[send.op]
+        receive = Op.RECV_F if send.op is Op.SEND_F else Op.RECV_B
+        return self._posted[to % self._plan.num_ranks, receive]
 
     def _is_carried(self, stage: int) -> bool:
         program = self._plan.programs[stage % self._plan.num_ranks]
@@ -174,8 +197,7 @@ def plans(random: Random, count: int) -> Iterator[Plan]:
             transfers=False,
             steps_shards=sums == "shards",
             gathers_params=sums == "gathers",
-            shards_params=sums == "parameters",
-            shards_grads=sums in ("gathers", "parameters") and random.random() < 0.5,
+            shards=random.choice(("weights", "gradients")) if sums == "parameters" else "off",
             reduces_early=random.random() < 0.5,
             shares=tuple(random.choice((0.0, 0.4, 1.0)) for _ in range(order.num_stages)),
             offload=random.choice((None, OffloadChoice())),

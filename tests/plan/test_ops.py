@@ -4,9 +4,10 @@ from dataclasses import fields
 
 import pytest
 
+from megatron.fold3d.observe.report.page import for_scripts
 from megatron.fold3d.observe.report.palette import HUES
 from megatron.fold3d.plan.ir import Action
-from megatron.fold3d.plan.ops import TABLE, Op, OpScope, Place, for_pages
+from megatron.fold3d.plan.ops import TABLE, Op, OpScope, Place
 from megatron.fold3d.predict.simulator.costs import Costs
 
 
@@ -16,7 +17,7 @@ def test_an_op_has_one_row_that_every_reader_understands(op: Op):
     assert row.kind == "" or row.kind in HUES
     assert row.cost == "" or row.cost in {field.name for field in fields(Costs)}
     assert bool(row.kind) == (row.place not in (Place.HOST, Place.UPDATE))
-    assert for_pages()[op.rstrip(":")]["kind"] == row.kind
+    assert for_scripts()[op.rstrip(":")]["kind"] == row.kind
 
 
 @pytest.mark.parametrize("scope", OpScope)

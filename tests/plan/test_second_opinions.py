@@ -28,7 +28,7 @@ SIZES = [(p, v, m) for p in (2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 4, 5, 8
 
 def ours(schedule: str, p: int, v: int, m: int, group_size: int | None = None) -> list[list[str]]:
     plan = build(schedule, num_ranks=p, num_segments=v, num_microbatches=m, group_size=group_size)
-    return list(plan.programs_as_words())
+    return list(plan.to_rows())
 
 
 def stages(p: int, v: int) -> list[SimpleNamespace]:

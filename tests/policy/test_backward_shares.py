@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron.fold3d.policy.backward_shares import backward_shares, forwards_before_gather
+from megatron.fold3d.policy.backward_shares import backward_shares
 
 
 def test_a_share_is_the_part_of_the_window_up_to_the_next_segment():
@@ -43,12 +43,3 @@ def test_the_network_rests_only_when_all_that_is_ready_is_through(seed: int):
     left_s = sum(s * (1 - share) for s, share in zip(sync_s, shares, strict=True))
     assert left_s == pytest.approx(backlog_s)
     assert all(0 <= share <= 1 for share in shares)
-
-
-def test_a_reduce_scatter_and_an_all_gather_divide_the_forwards_between_them():
-    assert forwards_before_gather(4, 4, 8) == 4
-    assert forwards_before_gather(4, 2, 6) == 4  # gradients in fp32, parameters in bf16
-    assert forwards_before_gather(1, 3, 8) == 2
-    assert forwards_before_gather(0, 4, 8) == 0
-    assert forwards_before_gather(0, 0, 8) == 0
-    assert forwards_before_gather(4, 0, 8) == 8

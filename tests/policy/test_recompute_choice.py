@@ -122,24 +122,6 @@ def test_no_other_choice_that_fits_keeps_more(
     assert sum(found.values()) == max(sum(choice.values()) for choice in feasible)
 
 
-@pytest.mark.parametrize("schedule", ["aiao", "1f1b", "interleaved", "zb-h1"])
-def test_the_best_choice_of_a_schedule_is_found(schedule: str):
-    segments = 1 if schedule in ("1f1b", "zb-h1") else 2
-    plan = build(schedule, num_ranks=3, num_segments=segments, num_microbatches=5)
-    for rank, program in enumerate(plan.programs):
-        layers = dict.fromkeys(range(rank, 3 * segments, 3), 3)
-        live = held_in(program)
-        for limit in range(100, 400, 20):
-            fits = [
-                choice
-                for choice in every_choice(layers)
-                if predicted_peak(live, layers, choice) <= limit
-            ]
-            if fits:
-                best = max(sum(choice.values()) for choice in fits)
-                assert sum(kept_layers(program, layers, limit).values()) == best
-
-
 def played_peak(program: Program, stages: Mapping[int, StageBytes], kept: Mapping[int, int]) -> int:
     """What a rank holds at most: each layer of each micro-batch, one operation after another."""
     early, held, peak = recomputed(program), 0, 0

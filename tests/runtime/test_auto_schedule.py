@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.predicted import Predicted, Predictions
@@ -16,17 +16,17 @@ from megatron.fold3d.runtime import auto_schedule
 from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 from megatron.fold3d.runtime.measure import timing
 from megatron.fold3d.runtime.plans import Plans
-from tests.configs import CONFIG
+from tests.configs import configured
 from tests.plans import planned
 
-AUTO = replace(CONFIG, choice=Choice.plain("auto", num_segments=2), num_ranks=2)
+AUTO = configured(choice=Choice.plain("auto", num_segments=2), num_ranks=2)
 
 
 def choice(schedule: str, m: int, *, defers: bool = False, seconds: float = 1.0) -> Predicted:
     order = build(schedule, num_ranks=2, num_segments=2, num_microbatches=m)
     word = f"{schedule}:step=next" if defers else schedule
     shares = (0.5,) * 4 if defers else ()
-    return Predicted(choice=Choice.parse(word, 2), order=order, shares=shares, seconds=seconds)
+    return Predicted(job=Job.of(order, Choice.parse(word, 2), shares=shares), seconds=seconds)
 
 
 class Search:
@@ -50,10 +50,8 @@ class Run:
     ) -> None:
         self.now_s = 0.0
         self.deferred = SimpleNamespace(is_free=True, has_due=True)
-        self.plans = Plans(AUTO)
         self.auto = AutoSchedule(
             AUTO,
-            self.plans,
             lambda *_, **__: pytest.fail("decided otherwise"),
             due=self.deferred if defers else None,
         )
@@ -94,15 +92,15 @@ class Run:
             ends: whether there is a step.
             waits: whether the step waits for all gradients, if any are left for the next iteration.
         """
-        plan = self.auto.choose_plan(self.plans.training(m), 0)
+        chosen = self.auto.decide(replace(AUTO.job, num_microbatches=m), 0)
+        plan = chosen.computed
         iteration: Any = SimpleNamespace(trains=True, plan=plan, rank=0, device=torch.device("cpu"))
         self.auto.prepare(iteration)
-        chosen = self.plans.chosen(m)
-        name = "interleaved" if chosen is None else chosen.choice.order
+        name = chosen.choice.schedule
         self.now_s += seconds[name] if isinstance(seconds, dict) else seconds
         if ends:
             self.auto.step(lambda: (taken,))
-        if waits and chosen is not None and chosen.choice.carries:
+        if waits and chosen.choice.carries:
             self.deferred.is_free = False
         self.now_s += 100  # an evaluation, a checkpoint
         self.names.append(name)
@@ -267,14 +265,14 @@ def test_one_table_says_what_was_measured_predicted_tried_and_kept(
 
 
 def test_plans_are_lowered_as_chosen():
-    plans = Plans(replace(AUTO, auto={"step"}, features=Features()))
+    plans = Plans(configured(AUTO, auto={"step"}, grad_sync="overlap"))
     some = choice("aiao", 4, defers=True)
-    assert plans.training(4).programs != planned(some.order).programs
-    plans.choose(4, some)
-    assert plans.training(4) == planned(some.order, "step=next", shares=(0.5,) * 4)
-    assert plans.order(2) == build("interleaved", num_ranks=2, num_segments=2, num_microbatches=2)
-    plans.choose(4, None)
-    assert plans.order(4) == build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
+    assert plans.training(plans.job(4)).programs != planned(some.job.computed).programs
+    assert plans.training(some.job) == planned(some.job.computed, "step=next", shares=(0.5,) * 4)
+    for m in (2, 4):
+        assert plans.job(m).computed == build(
+            "interleaved", num_ranks=2, num_segments=2, num_microbatches=m
+        )
 
 
 @pytest.mark.parametrize(("sharded_s", "tells"), [(0.9, True), (0.99, False)])

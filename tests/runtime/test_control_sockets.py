@@ -1,15 +1,18 @@
 """A rank's control socket takes the job's ranks, whoever else calls and whatever they say."""
 
+import asyncio
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import pytest
 
 from megatron.fold3d.runtime.preemption import control_sockets
-from megatron.fold3d.runtime.preemption.control_sockets import _HELLO, accept
+from megatron.fold3d.runtime.preemption.control_sockets import _HELLO
 
 TOKEN = secrets.token_bytes(16)
 
@@ -24,6 +27,10 @@ def listener() -> Iterator[socket.socket]:
 def callers(listener: socket.socket) -> Iterator["Callers"]:
     with ExitStack() as stack:
         yield Callers(listener, stack)
+
+
+def accept(*args: Any) -> dict[int, socket.socket]:
+    return asyncio.run(control_sockets.accept(*args))
 
 
 class Callers:
@@ -67,9 +74,16 @@ def test_only_ranks_with_the_token_are_let_in(listener: socket.socket, callers: 
 
 def test_a_hello_may_come_in_pieces(listener: socket.socket, callers: Callers) -> None:
     hello, caller = _HELLO.pack(TOKEN, 3), callers.call()
-    for at, byte in enumerate(hello):
-        threading.Timer(0.01 * at, caller.sendall, [bytes([byte])]).start()
-    accept(listener, TOKEN, {3}, 10.0)[3].close()
+
+    def say() -> None:  # in one thread, as the order of several is open
+        for byte in hello:
+            caller.sendall(bytes([byte]))
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=say)
+    thread.start()
+    accept(listener, TOKEN, {3}, 60.0)[3].close()
+    thread.join()
 
 
 def test_a_flood_of_silent_callers_keeps_no_rank_out(

@@ -6,33 +6,44 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features
-from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.runtime.plans import Plans
-from tests.configs import CONFIG
+from tests.configs import configured
 
 
 def plans(share: float | None, file: Path | None = None) -> Plans:
     parts = "" if share is None else f":step=next:share={share}"
     choice = Choice.parse(("1f1b" if file is None else f"plan={file}") + parts, 1)
-    return Plans(replace(CONFIG, choice=choice, num_ranks=2, features=Features()))
+    return Plans(configured(choice=choice, num_ranks=2, grad_sync="overlap"))
+
+
+def training(plans: Plans, num_microbatches: int) -> Plan:
+    return plans.training(plans.job(num_microbatches))
 
 
 def test_training_waits_before_its_first_forward_and_evaluation_does_not():
-    assert plans(0.5).training(1).to_text().splitlines() == [
+    assert training(plans(0.5), 1).to_text().splitlines() == [
         "0RECV_B0 0STEP 0F0 0SEND_F0 0B0 0REDUCE_KEPT 0ALL_REDUCE:500 0ALL_REDUCE 0FINALIZE",
         "1RECV_F0 1STEP 1F0 1B0 1SEND_B0 1REDUCE_KEPT 1ALL_REDUCE:500 1ALL_REDUCE 1FINALIZE",
     ]
     assert "STEP" not in plans(0.5).evaluation(1).to_text()
 
 
+def test_an_iteration_that_may_be_clipped_ends_its_sums():
+    made = plans(0.5)
+    clipped = made.job(1).in_iteration
+    assert not clipped.choice.carries
+    assert "0ALL_REDUCE 0STEP" in made.training(clipped).to_text()
+    assert made.job(1).choice.carries  # what `auto` searches from
+
+
 def test_a_plan_file_may_defer_what_the_run_may(tmp_path: Path):
     path = tmp_path / "plan"
-    path.write_text(plans(0.5).training(1).to_text())
+    path.write_text(training(plans(0.5), 1).to_text())
 
-    assert plans(0.5, path).training(1) == plans(0.5).training(1)
+    assert training(plans(0.5, path), 1) == training(plans(0.5), 1)
     with pytest.raises(PlanError, match="found 0STEP before 0F0"):
-        plans(None, path).training(1)
+        training(plans(None, path), 1)
 
 
 def test_a_plan_file_may_delay_weight_gradients_if_the_run_does(tmp_path: Path):
@@ -43,39 +54,39 @@ def test_a_plan_file_may_delay_weight_gradients_if_the_run_does(tmp_path: Path):
 
     lowered = "0F0 0B0 0W0 0ALL_REDUCE 0STEP\n"
     for file in (path, whole):
-        wanted = replace(CONFIG, choice=Choice.parse(f"plan={file}:wgrad=last", 1))
-        assert Plans(wanted).training(1).to_text() == lowered
+        wanted = configured(choice=Choice.parse(f"plan={file}:wgrad=last", 1))
+        assert training(Plans(wanted), 1).to_text() == lowered
 
 
 def test_a_plan_file_may_reduce_between_weight_gradients_if_the_run_can(tmp_path: Path):
     path = tmp_path / "plan"
     text = "0F0 0F1 0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 0STEP\n"
     path.write_text(text)
-    wanted = replace(
-        CONFIG,
+    wanted = configured(
         choice=Choice.parse(f"plan={path}:wgrad=last:slices=on", 1),
-        features=Features(reduces_early=True),
+        grad_sync="overlap",
+        reduces_early=True,
     )
 
-    assert Plans(wanted).training(2).to_text() == text
+    assert training(Plans(wanted), 2).to_text() == text
     with pytest.raises(PlanError, match=r"stage 0's DP.sync between its weight gradients"):
-        Plans(replace(wanted, features=Features())).training(2)
+        training(Plans(configured(wanted, reduces_early=False)), 2)
     carried = text.replace("0ALL_REDUCE 0STEP", "0REDUCE_KEPT 0ALL_REDUCE 0FINALIZE")
     path.write_text(f"0STEP {carried}")
     deferred = replace(wanted.choice.changed(step="next"), share=0.5)
     with pytest.raises(PlanError, match=r"stage 0's DP.sync between its weight gradients"):
-        Plans(replace(wanted, choice=deferred)).training(2)
+        training(Plans(configured(wanted, choice=deferred)), 2)
 
 
-REDUCES_EARLY = replace(
-    CONFIG,
+REDUCES_EARLY = configured(
     choice=Choice.parse("aiao:step=next:share=0.5:wgrad=behind@1:wgrad=last@0", 2),
-    features=Features(reduces_early=True),
+    grad_sync="overlap",
+    reduces_early=True,
 )
 
 
 def test_a_deferring_run_reduces_early_where_it_is_asked_to():
-    assert Plans(REDUCES_EARLY).training(2).to_text() == (
+    assert training(Plans(REDUCES_EARLY), 2).to_text() == (
         "1ALL_REDUCE 0STEP 0F0 0F1 1STEP 1F0 1B0 1F1 1B1 "
         "1W:500 1ALL_REDUCE:499 1W:1000 1REDUCE_KEPT 1ALL_REDUCE:500 0B0 0B1 0W0 0W1 "
         "0REDUCE_KEPT 0ALL_REDUCE:500 0ALL_REDUCE 1FINALIZE 0FINALIZE\n"
@@ -83,7 +94,7 @@ def test_a_deferring_run_reduces_early_where_it_is_asked_to():
 
 
 def test_a_deferring_run_in_slices_does_not_reduce_early_as_well():
-    sliced = replace(REDUCES_EARLY, choice=replace(REDUCES_EARLY.choice, slices=True))
-    text = Plans(sliced).training(2).to_text()
+    sliced = configured(REDUCES_EARLY, choice=replace(REDUCES_EARLY.choice, slices=True))
+    text = training(Plans(sliced), 2).to_text()
     assert "W:" not in text
     assert "1B1 1W0 1W1 1REDUCE_KEPT 1ALL_REDUCE:125 0B0 1ALL_REDUCE:250 0B1" in text

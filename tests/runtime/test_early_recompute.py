@@ -99,18 +99,6 @@ def test_the_last_unit_is_recomputed_first_early_or_not(ahead: bool):
     assert order == [1, 0]
 
 
-def test_a_backward_finds_nothing_left_to_recompute():
-    early = EarlyRecompute()
-    early.prepare(ITERATION)
-    begin(early, FORWARDS[0])
-    unit, x = Unit(), torch.randn(2, 4, requires_grad=True)
-    output, _ = early.checkpoint(random.checkpoint, unit, False, x, None)
-    early.compute(RECOMPUTE)
-    assert unit.calls == [False, True]
-    output.sum().backward()
-    assert unit.calls == [False, True]
-
-
 def test_evaluation_recomputes_nothing():
     early = EarlyRecompute()
     early.prepare(ITERATION)

@@ -1,7 +1,6 @@
 """A feature is one class: it takes part in an iteration, and nothing else has to know of it."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,15 +9,16 @@ import torch
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.runtime.executor import Executor
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.dp_sync import DPSync
 from megatron.fold3d.runtime.plans import Plans
-from tests.configs import CONFIG
+from tests.configs import CONFIG, configured
 from tests.distributed import RankError, run_distributed
 
-AFAB = replace(CONFIG, choice=Choice.plain("afab", 1))
-OFFLOADING = replace(AFAB, offload_activations="on")
+AFAB = configured(choice=Choice.plain("afab", 1))
+OFFLOADING = configured(AFAB, offload_activations="on", offload=OffloadChoice())
 Losses = list[float]
 
 
@@ -153,7 +153,7 @@ def test_an_op_that_nothing_handles_is_named():
 
 
 def test_an_evaluation_of_nothing_ends_at_once():
-    executor = Executor(Plans(replace(CONFIG, choice=Choice.plain("1f1b", 1))), ())
+    executor = Executor(Plans(configured(choice=Choice.plain("1f1b", 1))), ())
     nothing: dict[str, Any] = dict.fromkeys(("forward_step_func", "data_iterator", "model"))
     sizes = {"num_microbatches": 0, "seq_length": 4, "micro_batch_size": 1}
     assert executor(**nothing, **sizes, forward_only=True) == []

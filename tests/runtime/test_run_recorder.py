@@ -10,7 +10,7 @@ from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.runtime import device
-from megatron.fold3d.runtime.measure import run_recorder
+from megatron.fold3d.runtime.measure import run_recorder, saved_bytes
 from megatron.fold3d.runtime.measure.run_recorder import RunRecorder
 
 CPU = torch.device("cpu")
@@ -47,7 +47,8 @@ def test_reserved_memory_is_free_only_where_the_allocator_gives_it_back(
 def test_nine_tenths_of_free_memory_may_be_planned_with(monkeypatch: pytest.MonkeyPatch):
     held = 0
     group = SimpleNamespace(size=lambda: 1)
-    monkeypatch.setattr(run_recorder, "held_device_bytes", lambda _: held)
+    for module in (run_recorder, saved_bytes):
+        monkeypatch.setattr(module, "held_device_bytes", lambda _: held)
     monkeypatch.setattr(run_recorder, "free_device_bytes", lambda _: 1000)
     monkeypatch.setattr(run_recorder, "gathered", lambda mine: [mine])
     monkeypatch.setattr(run_recorder.dist, "get_backend", lambda _: "gloo")
@@ -60,6 +61,7 @@ def test_nine_tenths_of_free_memory_may_be_planned_with(monkeypatch: pytest.Monk
         groups=SimpleNamespace(dp_cp=group, tp=group),
         pp_group=group,
         hidden_bytes=8,
+        device=CPU,
     )
 
     def run(action: Action) -> None:

@@ -36,7 +36,7 @@ def test_a_run_that_is_over_leaves_a_line_with_the_time_that_is_left(capsys, mon
         progress.end(Run(variant=DEFAULT, round=1, iterations=iterations, warmup=2))
     first, second, last = capsys.readouterr().out.splitlines()
     rest_s = sum(2 * progress._guess_s(arm) for arm in arms[1:])
-    assert first.startswith("round 1 of 1  A default    1600 (1600-1600) ms")
+    assert first.startswith("round 1 of 1  A stock's default    1600 (1600-1600) ms")
     assert first.endswith(f"about {rest_s:.0f} s left")
     assert second.endswith(f"about {2 * progress._guess_s(arms[2]):.0f} s left")
     assert "left" not in last
@@ -56,9 +56,11 @@ def in_small(tmp_path: Path, *before: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path.parent)},
+        # Where matplotlib has no cache of fonts yet.
+        env={**os.environ, "TMPDIR": str(tmp_path.parent), "MPLCONFIGDIR": str(tmp_path / "fonts")},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "matplotlib" not in done.stderr
     return done.stdout
 
 
@@ -71,17 +73,18 @@ def test_the_demo_runs_from_end_to_end(tmp_path: Path):
     out = in_small(tmp_path / "out", *as_user)
     assert "4 ranks on links of 180 Mb/s, 2 pipelines of 2" in out
     assert len(re.findall(r"^round 1 of 1  [ABC] .* ms", out, re.MULTILINE)) == 3
-    [verdict] = re.findall(r"^(.*C auto.* times as fast.*) \(bootstrap\)", out, re.MULTILINE)
+    [verdict] = re.findall(r"^(.*C auto.* (?:fast|slow)er.*) \(bootstrap\)", out, re.MULTILINE)
     assert "loss: equal in every digit in 5 of 5 iterations" in out
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]  # not even a temporary folder is left
     for name in ("timelines.svg", "demo.html"):
         assert f"<title>{verdict}</title>" in (tmp_path / "out" / name).read_text()
 
 
+@pytest.mark.stress
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
 def test_where_namespaces_are_forbidden_the_demo_says_so_and_compares_losses(tmp_path: Path):
     out = in_small(tmp_path / "out", "setpriv", "--bounding-set", "-sys_admin", "--no-new-privs")
     assert out.startswith("Without slow links, so no times are compared: cannot make a network")
-    assert "times as fast" not in out
+    assert "faster" not in out
     assert "loss: equal in every digit in 5 of 5 iterations" in out

@@ -63,15 +63,17 @@ def written(prefix: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_byte_level_tokens_are_the_bytes_of_the_text(corpus: Path, prefix: Path):
-    assert prepare(corpus, "--output-prefix", prefix) == 0
-    assert [bytes(tokens).decode() for tokens in read(prefix)] == ["wörld", "a\nb\0"]
-
-
-@pytest.mark.slow
-def test_append_eod_ends_each_document_with_the_last_token(corpus: Path, prefix: Path):
-    assert prepare(corpus, "--output-prefix", prefix, "--append-eod") == 0
-    assert read(prefix) == [[*"wörld".encode(), EOD], [*b"a\nb\0", EOD]]
+@pytest.mark.parametrize(
+    ("flags", "documents"),
+    [
+        ([], [[*"wörld".encode()], [*b"a\nb\0"]]),
+        (["--append-eod"], [[*"wörld".encode(), EOD], [*b"a\nb\0", EOD]]),
+        (["--max-bytes", 2], [[*b"w"]]),  # cut at a character
+    ],
+)
+def test_tokens_are_the_bytes_of_the_text(flags, documents, corpus: Path, prefix: Path):
+    assert prepare(corpus, "--output-prefix", prefix, *flags) == 0
+    assert read(prefix) == documents
 
 
 def test_sentences_are_the_lines_of_a_document(corpus: Path, prefix: Path):
@@ -87,12 +89,8 @@ def test_directories_and_globs_are_read_in_sorted_order(tmp_path: Path, prefix: 
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     assert prepare(tmp_path / "d", tmp_path / "e" / "*.md", "--output-prefix", prefix) == 0
-    assert [bytes(t).decode() for t in read(prefix)] == [
-        "d/a.txt",
-        "d/b.txt",
-        "d/sub/c.txt",
-        "e/z.md",
-    ]
+    names = [bytes(tokens).decode() for tokens in read(prefix)]
+    assert names == ["d/a.txt", "d/b.txt", "d/sub/c.txt", "e/z.md"]
 
 
 @pytest.mark.processes
@@ -105,11 +103,6 @@ def test_workers_write_the_same_bytes_as_one_process(tmp_path: Path, prefix: Pat
     assert prepare(*files, "--output-prefix", two, "--workers", 2) == 0
     for suffix in (".bin", ".idx"):
         assert one.with_suffix(suffix).read_bytes() == two.with_suffix(suffix).read_bytes()
-
-
-def test_max_bytes_cuts_the_last_document_at_a_character(corpus: Path, prefix: Path):
-    assert prepare(corpus, "--output-prefix", prefix, "--max-bytes", 2) == 0
-    assert [bytes(tokens) for tokens in read(prefix)] == [b"w"]
 
 
 @pytest.mark.slow
@@ -266,38 +259,26 @@ def test_two_runs_do_not_write_one_dataset(corpus: Path, prefix: Path, capsys):
         ('["a"]', [], "in.jsonl:1: found list, need a JSON object"),
         ("\n \n", [], "found only blank documents"),
         ('{"text": "a"}', ["--json-key", "body"], "no key 'body'; its keys are text"),
-        (
-            '{"text": "a"}',
-            ["--tokenizer-type", "Foo"],
-            "unknown tokenizer Foo; known are",
-        ),
+        ('{"text": "a"}', ["--tokenizer-type", "Foo"], "unknown tokenizer Foo; known are"),
         ('{"text": "a"}', ["--tokenizer-type", "TikTokenizer"], "needs --tokenizer-model"),
         ('{"text": "a"}', ["--tokenizer-type", "NullTokenizer"], "needs --vocab-size"),
         ('{"text": "1 9"}', ["--tokenizer-type", "NullTokenizer", "--vocab-size", "5"], "token 9"),
         ('{"text": "a"}', ["--vocab-size", "300"], "drop --vocab-size"),
         ('{"text": "a"}', ["--workers", "0"], "--workers 0 is not positive"),
         ('{"text": "a"}', ["--stdlib"], "either INPUT files or --stdlib"),
+        (b"caf\xe9", [], "in.txt is not UTF-8 at byte 3"),
+        (None, [], "in.jsonl is no file, directory or glob"),
     ],
 )
 def test_mistake_is_one_line_and_exit_code_2(
     content, flags, message, tmp_path: Path, prefix: Path, capsys
 ):
-    source = tmp_path / "in.jsonl"
-    source.write_text(content)
+    source = tmp_path / ("in.txt" if isinstance(content, bytes) else "in.jsonl")
+    if content is not None:
+        source.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert prepare(source, "--output-prefix", prefix, *flags) == 2
     lines = capsys.readouterr().err.splitlines()
     errors = [line for line in lines if not line.startswith(("Tokenizing", "\rTokenizing"))]
     assert len([line for line in errors if line]) == 1
     assert message in errors[-1]
     assert written(prefix) == set()
-
-
-def test_missing_file_is_named(tmp_path: Path, prefix: Path, capsys):
-    assert prepare(tmp_path / "no.txt", "--output-prefix", prefix) == 2
-    assert "no.txt is no file, directory or glob" in capsys.readouterr().err
-
-
-def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path, prefix: Path, capsys):
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    assert prepare(tmp_path / "latin.txt", "--output-prefix", prefix) == 2
-    assert "latin.txt is not UTF-8 at byte 3" in capsys.readouterr().err

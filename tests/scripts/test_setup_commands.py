@@ -188,13 +188,6 @@ def test_the_planner_is_installed_without_torch_and_training_over_it(installer: 
     assert work(installer, "planner") == []  # the command is there
 
 
-def test_changed_requirements_are_installed_over_the_old(installer: Machine):
-    work(installer)
-    with (installer.checkout / "pyproject.toml").open("a") as file:
-        file.write("# changed\n")
-    assert work(installer) == [INSTALLS]
-
-
 def test_a_uv_that_is_named_installs_in_place_of_pip_unless_it_fails(installer: Machine):
     log = installer.bin.parent / "log"
     uv = installer.command("named", f'echo "uv ${{@: -1}}" >>{log}; [[ ! -f {log.parent}/no-uv ]]')
@@ -207,23 +200,19 @@ def test_a_uv_that_is_named_installs_in_place_of_pip_unless_it_fails(installer: 
     assert work(installer) == []
 
 
-def test_installation_that_failed_starts_afresh(installer: Machine):
+@pytest.mark.parametrize("is_update", [False, True], ids=["first", "update"])
+def test_an_installation_that_failed_is_tried_again(installer: Machine, is_update: bool):
+    asked = ["venv", INSTALLS]
+    if is_update:  # it keeps what is there
+        assert work(installer) == asked
+        with (installer.checkout / "pyproject.toml").open("a") as file:
+            file.write("# changed\n")
+        asked = [INSTALLS]
     fails = installer.bin.parent / "fails"
     fails.touch()
-    assert work(installer) == ["venv", INSTALLS]
+    assert work(installer) == asked
     fails.unlink()
-    assert work(installer) == ["venv", INSTALLS]
-    assert work(installer) == []
-
-
-def test_update_that_failed_is_tried_again_and_keeps_what_is_there(installer: Machine):
-    work(installer)
-    (installer.checkout / "setup.py").write_text("# changed\n")
-    fails = installer.bin.parent / "fails"
-    fails.touch()
-    assert work(installer) == [INSTALLS]
-    fails.unlink()
-    assert work(installer) == [INSTALLS]
+    assert work(installer) == asked
     assert work(installer) == []
 
 

@@ -105,11 +105,14 @@ def _drawn(draw: random.Random) -> Job:
         *_any(draw, "", f"--make-vocab-size-divisible-by {draw.choice((1, 6, 8, 50))}"),
         *_any(draw, "", f"--kv-channels {2 * draw.randint(1, 5)}"),
         *_any(draw, "", "--untie-embeddings-and-output-weights"),
-        *_any(draw, "", of_ffn, f"{of_ffn} --swiglu"),
+        *_any(draw, "", of_ffn),
+        *_any(draw, "", "--swiglu", "--quick-geglu --no-bias-gelu-fusion"),
         *_any(draw, "", "--normalization RMSNorm"),
         *_any(draw, "", "--position-embedding-type rope"),
         *_any(draw, "", "", "--add-qkv-bias"),
         *_any(draw, "", "", "--qk-layernorm"),
+        *_any(draw, "", "", "", "--softmax-type learnable"),
+        *_any(draw, "", "", "", "--attention-output-gate"),
         *_any(draw, "", *PRECISIONS),
         *_any(draw, "", *("--use-distributed-optimizer" for _ in range(dp > 1))),
     ]
@@ -155,8 +158,10 @@ def _experts(draw: random.Random, tp: int, replicas: int, layers: int) -> Iterat
     if draw.random() < 0.75:
         yield "--disable-bias-linear"
         yield from _any(draw, "", f"--moe-shared-expert-intermediate-size {draw.choice((8, 24))}")
+        yield from _any(draw, "", "--moe-shared-expert-gate")
     dense = draw.randint(0, layers)
-    yield from _any(draw, "", f"--moe-layer-freq [0]*{dense}+[1]*{layers - dense}")
+    pattern = f"[0]*{dense}+[1]*{layers - dense}"
+    yield from _any(draw, "", f"--moe-layer-freq {pattern}", f"--moe-layer-freq ([1]*{layers})")
 
 
 def _layers(draw: random.Random, pp: int, segments: int) -> tuple[int, list[str]]:
@@ -252,9 +257,9 @@ def _by_words(job: Job, args: Namespace) -> Iterator[str]:
         for shape, *rest in (
             (
                 words.model(),
-                given.rest.expert_tensor_parallel or tp,
+                given.get("expert_tensor_parallel") or tp,
                 words.args.expert_model_parallel_size,
-                given.rest.small_gradients,
+                given["small_gradients"],
             ),
             (shape_of(args), *setup.expert_ranks, setup.small_gradients),
         )

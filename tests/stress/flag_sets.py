@@ -8,7 +8,7 @@ that are never drawn.
 import os
 import random
 import shlex
-from argparse import ArgumentParser
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -32,10 +32,13 @@ ZERO = "--use-distributed-optimizer"
 OVERLAP = f"{ZERO} --overlap-grad-reduce --overlap-param-gather"
 FULL = "--recompute-granularity full --recompute-method"
 EXPERTS = (
-    "--num-experts 2 --moe-aux-loss-coeff 0.01 --moe-router-topk 1 --moe-router-pre-softmax "
+    "--num-experts 6 --moe-aux-loss-coeff 0.01 --moe-router-topk 1 --moe-router-pre-softmax "
     "--disable-bias-linear"
 )
+ETP = "--expert-tensor-parallel-size 1"
 OVERFLOWS = "--fp16 --initial-loss-scale 1073741824 --hysteresis 1 --loss-scale-window 2"
+AUTO = "--schedule auto"
+LONG = 9  # iterations, in which `auto` has tried two choices
 ONE_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage {m}"
 
 # Of both runs. The first value of each is what a shrunk case has.
@@ -81,10 +84,21 @@ SHARED: Mapping[str, Sequence[str]] = {
         f"{EXPERTS} --moe-token-dispatcher-type alltoall --expert-model-parallel-size {{dp}}",
         f"{EXPERTS} --moe-token-dispatcher-type alltoall --expert-model-parallel-size {{dp}} "
         "--moe-shared-expert-intermediate-size 16",
-        "--mtp-num-layers 1 --position-embedding-type rope",
         "--group-query-attention --num-query-groups 2 --squared-relu",
     ),
-    "tensor parallel": ("", "--sequence-parallel"),
+    "untied": ("", "--untie-embeddings-and-output-weights"),
+    "multi-token prediction": (
+        "",
+        "--mtp-num-layers 1 --position-embedding-type rope",
+        "--mtp-num-layers 2 --position-embedding-type rope",
+        "--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope",
+    ),
+    # Regular expressions for a chunk's number and a parameter's name; `fuzz` freezes what matches.
+    "frozen": (
+        "",
+        *(f"--frozen '{name}'" for name in ("bias", "norm", "^0", "embed|output", "fc1.w", "s.0")),
+    ),
+    "tensor parallel": ("", "--sequence-parallel", f"--sequence-parallel {ETP}"),
     "loss": ("", "--calculate-per-token-loss"),
     "optimizer": (
         "",
@@ -98,7 +112,13 @@ SHARED: Mapping[str, Sequence[str]] = {
         "--eval-iters 2 --eval-interval 1",
         "--eval-iters 1 --eval-interval 2 --eval-global-batch-size {few}",
     ),
-    "dropout": ("", "--attention-dropout 0.1 --hidden-dropout 0.1"),
+    "draws": (
+        "",
+        "--attention-dropout 0.1 --hidden-dropout 0.1",
+        f"{EXPERTS} --moe-router-force-load-balancing",
+        f"{EXPERTS} --moe-router-force-biased 0.5 --moe-input-jitter-eps 0.1",
+        f"{EXPERTS} --moe-router-force-biased=-1",
+    ),
     "batches": ("", "ramp-up"),
     "layers": ("one", "two", "more first", "more last"),
     "checks": (
@@ -110,6 +130,7 @@ SHARED: Mapping[str, Sequence[str]] = {
         "--timing-log-level 2 --log-interval 1",
         "--check-weight-hash-across-dp-replicas-interval 1",
         "--manual-gc --manual-gc-interval 2",
+        "--deterministic-mode",
     ),
     "seed": ("--seed 1234", "--seed 1", "--seed 2", "--seed 3"),
 }
@@ -128,6 +149,7 @@ OURS: Mapping[str, Sequence[str]] = {
         "--schedule zb-h1",
         "--schedule zb-h2",
         "--schedule plan=PLAN",
+        AUTO,
     ),
     "deferral": (
         "",
@@ -151,28 +173,45 @@ OURS: Mapping[str, Sequence[str]] = {
         ":wgrad=last@{segments}",
         ":wgrad=behind@0",
         ":wgrad=behind@{segments}",
+        ":wgrad=gaps:ahead=auto",
     ),
+    "replicated": (
+        "",
+        ":optimizer=replicated@0",
+        ":optimizer=replicated@{segments}",
+        ":optimizer=replicated",
+        ":optimizer=auto",
+    ),
+    "slices": ("", ":slices=on"),
+    "shards": ("", "--shard-segments weights", "--shard-segments gradients"),
     "pairs": ("", ":pairs=on"),
+    "coded gathers": ("", "--delta-param-gather on"),
     "early recomputation": ("", ":recompute=early", ":recompute=early@0"),
     "trace": ("", "--trace FOLDER/trace --trace-iterations 1-2"),
-    # Who saves after the second iteration, and who goes on from there.
-    "checkpoint": ("", "ours, ours", "ours, stock", "stock, ours"),
+    # Who saves after the second iteration, and who goes on from there; "aiao" has no other part.
+    "checkpoint": ("", "ours, ours", "ours, stock", "stock, ours", "ours, aiao", "aiao, ours"),
     "checkpoint format": ("", "--ckpt-format torch", "--ckpt-fully-parallel-load"),
 }
 # How often a draw leaves the first value; what others depend on, more often.
 CHANCE = 0.25
 CHANCES = {
+    "model": 0.5,
+    "replicated": 0.4,
     "gradients": 0.75,
     "recomputation": 0.5,
-    "dropout": 0.12,
+    "draws": 0.25,
+    "frozen": 0.12,
+    "slices": 0.1,
+    "shards": 0.1,
     "deferral": 0.4,
     "pairs": 0.4,
+    "coded gathers": 0.6,
     "early recomputation": 0.4,
     "weight gradients": 0.35,
     "host memory": 0.35,
     "preemption": 0.35,
     "trace": 0.15,
-    "checkpoint": 0.1,  # two runs more
+    "checkpoint": 0.3,  # two runs more
 }
 
 
@@ -185,7 +224,7 @@ class FlagSet:
         iterations: of training.
         one_group: whether stock's interleaved schedule runs all micro-batches as one group.
         settings: the values that are not the first of their setting.
-        plan_seed: of the order in the plan file, where the schedule is one.
+        plan_seed: of the order in the plan file, where the schedule is one, and of what is tried.
     """
 
     pp: int = 2
@@ -230,7 +269,13 @@ class FlagSet:
         words = dict.fromkeys(word for part in found for word in part[1:].split(":"))
         parts = "".join(f":{word}" for word in words)
         flags = [text.partition(" ")[2] if text.startswith(":") else text for text in settings[1:]]
-        return self._words(f"{settings[0]}{parts}", *flags, self.saving("FOLDER"))
+        tried = f"--tried {self.plan_seed}" if "auto" in f"{settings[0]}{parts}" else ""
+        groups = ONE_GROUP if self.one_group and settings[0] == AUTO else ""  # stock's order
+        return self._words(f"{settings[0]}{parts}", *flags, groups, tried, self.saving("FOLDER"))
+
+    def aiao(self) -> tuple[str, ...]:
+        """Return the command of another run of ours, with the checkpoint and no other setting."""
+        return self.without(name for name in OURS if "checkpoint" not in name).ours()
 
     def saving(self, folder: str) -> str:
         """Return the flags of the run that writes a checkpoint, if one is written."""
@@ -317,54 +362,87 @@ def draw(seed: str, variants: int) -> tuple[list[FlagSet], list[str]]:
 
 def _shared(dice: random.Random) -> FlagSet:
     pp, tp, dp = dice.choice(
-        [(2, 1, 1)] * 12 + [(1, 1, 2), (2, 1, 2), (2, 1, 2), (2, 1, 2), (2, 2, 1), (4, 1, 1)]
+        [(2, 1, 1)] * 8
+        + [(1, 1, 2), (2, 1, 2), (2, 1, 2), (2, 1, 2), (2, 2, 1), (4, 1, 1)]
+        + [(1, 1, 3), (2, 1, 3), (1, 2, 2)]
     )
     segments = dice.choice((1, 2, 2, 3)) if pp > 1 else 1
     settings = _some(SHARED, dice)
     if tp == 1:  # stock says no, after a start of its own
         settings.pop("tensor parallel", None)
-        if "--distribute" in settings.get("recomputation", ""):
-            del settings["recomputation"]
+    elif EXPERTS in " ".join(settings.values()):  # stock wants both
+        settings.setdefault("tensor parallel", f"--sequence-parallel {ETP}")
+    is_whole = tp > 1 and "tensor parallel" not in settings  # each rank's activations
+    if not is_whole and "--distribute" in settings.get("recomputation", ""):
+        del settings["recomputation"]
     if segments == 1 and "with-optimizer-step" in settings.get("gradients", ""):
         del settings["gradients"]
     if "batches" in settings and "--lr-warmup-iters" in settings.get("optimizer", ""):
         del settings["optimizer"]
-    iterations = dice.choice((2, 3, 4))
-    m, one_group = dice.randint(1, 6), False
+    iterations = dice.choice((3, 3, 4, LONG))
+    if iterations == LONG and dp * tp > 2:
+        settings["checks"] = "--deterministic-mode"
+    most = 2 if iterations == LONG else 5
+    m, one_group = 1 + dice.randint(0, most), False
     if segments > 1 and "batches" in settings:
         m = pp * dice.randint(1, 3)
     elif segments > 1:  # stock's interleaved schedule takes any number only as one group
-        m = dice.randint(pp, pp + 4)
-        one_group = m % pp > 0 or dice.random() < 0.3
+        m = dice.randint(pp, pp + most - 1)
+        one_group = m % pp > 0 or "draws" in settings or dice.random() < 0.3
     sizes = {"pp": pp, "tp": tp, "dp": dp, "segments": segments, "m": m}
     return FlagSet(**sizes, iterations=iterations, one_group=one_group, settings=settings)
 
 
 def _ours(shared: FlagSet, dice: random.Random) -> FlagSet:
-    settings = {**shared.settings, **_some(OURS, dice)}
-    settings["schedule"] = dice.choice(OURS["schedule"])
+    some = _some(OURS, dice, boldness=dice.uniform(0.2, 1.4))  # what is bold is mostly refused
+    some["schedule"] = dice.choice(OURS["schedule"])
+    if shared.iterations == LONG and dice.random() < 0.6:
+        also = ("trace", "checkpoint", "checkpoint format")
+        some = {name: some[name] for name in also if name in some} | {"schedule": AUTO}
+    settings = {**shared.settings, **some}
+    in_shards = ZERO in settings.get("gradients", "") and "16" in settings.get("precision", "")
+    if not in_shards or shared.dp == 1:  # it would be refused
+        settings.pop("coded gathers", None)
     if "checkpoint" not in settings:
         settings.pop("checkpoint format", None)
-    ours = replace(shared, settings=settings, plan_seed=dice.randrange(1 << 30))
-    return replace(ours, iterations=4) if "checkpoint" in settings else ours
+    return replace(shared, settings=settings, plan_seed=dice.randrange(1 << 30))
 
 
-def _some(settings: Mapping[str, Sequence[str]], dice: random.Random) -> dict[str, str]:
+def _some(
+    settings: Mapping[str, Sequence[str]], dice: random.Random, boldness: float = 1.0
+) -> dict[str, str]:
     return {
         name: dice.choice(values[1:])
         for name, values in settings.items()
-        if dice.random() < CHANCES.get(name, CHANCE)
+        if dice.random() < boldness * CHANCES.get(name, CHANCE)
     }
 
 
 def _another_order(ours: FlagSet) -> str:
     """Tell why a legal run may draw other random numbers, or other bits, than stock's."""
     schedule = ours.setting("schedule")
-    if ours.setting("dropout") and ours.segments > 1:
-        in_groups = "interleaved" in schedule and not ours.one_group
+    # Of experts, which tensor parallelism may not cut.
+    if ours.dp * (ours.tp if EXPERTS in " ".join(ours.settings.values()) else 1) > 2:
+        parts = (
+            AUTO,
+            "=auto",
+            "wgrad",
+            "zb-",
+        )  # sums between weight gradients, which may be in parts
+        loose = "deterministic" not in ours.setting("checks")
+        if loose and any(part in " ".join(map(ours.setting, OURS)) for part in parts):
+            return "replicas: parts of sums add up in another order without --deterministic-mode"
+        if ours.stages > 1 and "--ddp-" in ours.setting("gradients"):
+            return "replicas: other buckets add up in another order"
+        if any(map(ours.setting, ("deferral", "preemption", "replicated", "slices"))):
+            return "replicas: parts of sums add up in another order"
+    if ours.setting("draws") and ours.segments > 1:
         at_once = ours.one_group and "interleaved" not in schedule and "PLAN" not in schedule
-        if not (in_groups or at_once):
-            return "dropout: masks are drawn in the order of forwards"
+        keeps = schedule == AUTO or ("interleaved" in schedule and not ours.one_group)
+        if "aiao" in ours.setting("checkpoint"):
+            keeps = False
+        if not keeps and (not at_once or "--moe" in ours.setting("draws")):  # evaluation draws
+            return "random numbers are drawn in the order of forwards"
     return ""
 
 
@@ -388,7 +466,7 @@ def refusal(words: Sequence[str], num_ranks: int) -> str:
         with patch.dict(os.environ, {"WORLD_SIZE": str(num_ranks)}):
             problems = [*run_problems(args)]
         read_config(args)
-    except ValueError as error:
+    except (ArgumentError, ValueError) as error:
         return str(error)
     return "\n".join(problems)
 
@@ -397,7 +475,14 @@ def refusal(words: Sequence[str], num_ranks: int) -> str:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_megatron_arguments(parser)
+    add_own_arguments(parser)
     return add_arguments(parser)
+
+
+def add_own_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of a rank that `fuzz` starts, which training does not see."""
+    parser.add_argument("--frozen", help="the parameters that are not trained")
+    parser.add_argument("--tried", help="a seed of the choices that auto tries")
 
 
 def random_plan(ours: FlagSet) -> str:

@@ -8,18 +8,29 @@ by setting, as long as it goes on doing so; what is left is a row for tests/end_
 
 import argparse
 import json
+import os
+import random
+import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from megatron.fold3d.policy.predicted import Predicted
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.training import Record, as_known, differences, train
-from tests.stress.flag_sets import FlagSet, draw, random_plan, refusal, refusal_of
+from tests.stress.flag_sets import (
+    FlagSet,
+    add_own_arguments,
+    draw,
+    random_plan,
+    refusal,
+    refusal_of,
+)
 
 VARIANTS = 6  # of ours for one run of stock
 SAVED = 2  # the iteration after which a checkpoint is taken
@@ -42,30 +53,33 @@ class Result:
     why: str = ""
 
 
-def compare(variants: Sequence[FlagSet]) -> list[Result]:
+def compare(variants: Sequence[FlagSet]) -> Iterator[Result]:
     """Train stock's run, and each run of ours that is to be equal to it."""
-    results = []
-    stock: dict[tuple[str, ...], list[Record]] = {}
+    stock: dict[tuple[str, ...], list[Record] | RankError] = {}
     for flags in variants:
         argv = flags.stock()
-        try:
-            if argv not in stock:
+        if argv not in stock:
+            try:
                 stock[argv] = _trained(flags.num_ranks, argv)
-        except RankError as error:
-            refused = "RefusedError" in str(error)
-            outcome = STOCK_REFUSED if refused else STOCK_FAILED
-            results.append(Result(flags, outcome, _traceback(error)))
+            except RankError as error:
+                stock[argv] = error
+        expected = stock[argv]
+        if isinstance(expected, RankError):
+            outcome = STOCK_REFUSED if "RefusedError" in str(expected) else STOCK_FAILED
+            yield Result(flags, outcome, _traceback(expected))
             continue
         try:
-            found = _found(flags, stock[argv])
+            found = _found(flags, expected)
         except RankError as error:
             outcome = REFUSED if "RefusedError" in str(error) else FAILED
             if flags.setting("checkpoint") and outcome == FAILED and _stock_fails(flags):
                 outcome = STOCK_FAILED
-            results.append(Result(flags, outcome, _traceback(error)))
+            yield Result(flags, outcome, _traceback(error))
         else:
-            results.append(Result(flags, DIFFERENT if found else EQUAL, "\n".join(found[:20])))
-    return results
+            outcome = DIFFERENT if found else EQUAL
+            if flags.setting("checkpoint") and found and _stock_fails(flags):
+                outcome = STOCK_FAILED
+            yield Result(flags, outcome, "\n".join(found[:20]))
 
 
 def _found(flags: FlagSet, stock: Sequence[Record]) -> list[str]:
@@ -79,6 +93,7 @@ def _found(flags: FlagSet, stock: Sequence[Record]) -> list[str]:
                 word.replace("PLAN", f"{folder}/plan").replace("FOLDER", name)
                 for word in flags.ours()
             ],
+            "aiao": [word.replace("FOLDER", name) for word in flags.aiao()],
             "stock": [*flags.stock(), *also],
         }
         if not flags.setting("checkpoint"):
@@ -101,13 +116,13 @@ def _found(flags: FlagSet, stock: Sequence[Record]) -> list[str]:
 
 
 def _stock_fails(flags: FlagSet) -> bool:
-    """Tell whether stock fails in the same way, with a checkpoint of its own."""
+    """Tell whether stock fails in the same way, or differs, with a checkpoint of its own."""
     settings = {**flags.settings, "checkpoint": "stock, stock"}
     try:
-        _found(replace(flags, settings=settings), _trained(flags.num_ranks, flags.stock()))
+        stock = _trained(flags.num_ranks, flags.stock())
+        return bool(_found(replace(flags, settings=settings), stock))
     except RankError:
         return True
-    return False
 
 
 def _differences(ours: Sequence[Record], stock: Sequence[Record]) -> list[str]:
@@ -126,19 +141,53 @@ def _trained(num_ranks: int, argv: Sequence[str]) -> list[Record]:
 
 
 def train_or_refuse(argv: Sequence[str]) -> Record:
-    """Train on this rank.
+    """Train on this rank, with some parameters frozen and some choices tried if ``argv`` says so.
 
     Raises:
         RefusedError: the run ended before any process group existed.
     """
     import torch.distributed as dist
 
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_own_arguments(parser)
+    own, argv = parser.parse_known_args(argv)
+    os.environ["NCCL_ALGO"] = "Ring"  # Megatron's --deterministic-mode demands it
+    if own.frozen:
+        _freeze(own.frozen)
+    if own.tried:
+        _try(random.Random(own.tried))
     try:
         return train(argv)
     except Exception as error:
         if dist.is_initialized():
             raise
         raise RefusedError(f"{type(error).__name__}: {error}") from error
+
+
+def _freeze(pattern: str) -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    init = GPTModel.__init__
+
+    def frozen(self: GPTModel, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        for name, parameter in self.named_parameters():
+            if re.search(pattern, f"{self.vp_stage or 0}.{name}"):
+                parameter.requires_grad = False
+
+    GPTModel.__init__ = frozen
+
+
+def _try(dice: random.Random) -> None:
+    """Let ``auto`` try any two of the choices that it has predicted, not the fastest."""
+    from megatron.fold3d.predict.search.descent import Descent
+
+    def to_try(self: Descent) -> list[Predicted]:
+        self.run()
+        found = [one for one in self.found.values() if one and one.choice != self.space.first]
+        return dice.sample(found, min(2, len(found)))
+
+    Descent.to_try = to_try  # type: ignore[method-assign]
 
 
 def _traceback(error: RankError) -> str:

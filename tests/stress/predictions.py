@@ -167,8 +167,8 @@ def of_check(job: Job, parser: ArgumentParser, cluster: Path) -> tuple[float, li
     config = read_config(args)
     batch = args.micro_batch_size * args.data_parallel_size
     check_schedule(config, args.global_batch_size // batch)
-    run, order = planned(args, config, named_cluster(str(cluster)))
-    found = run.simulated(order)
+    run = planned(args, config, named_cluster(str(cluster)))
+    found = run.simulated()
     return found.seconds, run.peaks(found)
 
 

@@ -6,7 +6,7 @@ from tests.distributed import run_distributed
 from tests.stress.built_models import Compared, compared, jobs
 
 SEED = "sample"
-JOBS = 40
+JOBS = 15
 
 
 @pytest.mark.gloo

@@ -8,7 +8,7 @@ import pytest
 from megatron.fold3d.plan.schedules import SCHEDULES
 from tests.stress.one_queue import EXTRAS, cases, rejected, until
 
-EVERY = 499  # a prime, so that the sample has every extra
+EVERY = 997  # a prime, so that the sample has every extra
 
 
 @pytest.mark.slow

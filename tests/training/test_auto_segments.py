@@ -7,8 +7,10 @@ import pytest
 
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.read_config import read_config
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
-from megatron.fold3d.predict.search.segments import SimulatedRun
+from megatron.fold3d.predict.search.segments import iterations
 from megatron.fold3d.training import layer_memory
 from megatron.fold3d.training.auto_segments import choose, flags_of
 from megatron.fold3d.training.measurement_cache import MeasurementCache
@@ -112,9 +114,10 @@ def test_a_gpu_has_room_for_what_fits_and_for_what_even_layers_take(
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
     args = parse("--schedule aiao --vocab-size 1000 --max-position-embeddings 32")
-    run = SimulatedRun(num_ranks=2, num_microbatches=4)
+    aiao = Choice.plain("aiao", 1, share=1.0).changed(step="next")
+    job = Job(choice=aiao, num_ranks=2, num_microbatches=4)
     even, uneven = (4, 4, 4, 4), (1, 1, 13, 1)
-    timeline = run.timeline(2, ALONE.costs(even))
+    timeline = iterations(job, 2, ALONE.costs(even))
     for gpu_bytes, has_room in ((1, False), (2**40, True)):
         monkeypatch.setattr(layer_memory, "device_bytes", lambda _, n=gpu_bytes: n)
         room = layer_memory.room_for_layers(args)
@@ -154,6 +157,7 @@ def test_auto_segments_sets_no_virtual_stages_before_it_has_chosen(parse: Parse)
             "--schedule aiao --num-virtual-stages-per-pipeline-rank 2",
             "--segments auto with --num-virtual-stages-per-pipeline-rank 2: that is a number",
         ),
+        ("--schedule aiao --check", "--segments auto with --check: it measures the hardware"),
     ],
 )
 def test_flags_that_auto_segments_excludes_are_refused(parse: Parse, flags: str, problem: str):

@@ -13,6 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from fold3d_patches import cpu
 from fold3d_patches.registry import apply
+from megatron.fold3d.config.spelling import flag_of
 from megatron.fold3d.training import pretraining
 
 
@@ -34,6 +35,17 @@ def found(
     whole = (list(data), weights) if args.split else None
     parts = None if args.split else [part and ([part], None) for part in data]
     return [*pretraining._parts(args, whole, parts, by_documents=False)]
+
+
+@pytest.mark.parametrize("option", ["full_validation", "iterations_to_skip"])
+def test_options_that_read_data_on_each_rank_need_data_there(option: str) -> None:
+    def told(ranks: int) -> list[str]:
+        args = {"full_validation": False, "iterations_to_skip": [], option: [3]}
+        return [*pretraining._unread(Namespace(**args, pipeline_model_parallel_size=ranks))]
+
+    assert told(1) == told(2) == []
+    (problem,) = told(4)
+    assert problem.startswith(f"{flag_of(option)} with --pipeline-model-parallel-size 4: Megatron")
 
 
 def test_each_part_is_a_document_at_least(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+from dataclasses import replace
 from math import inf
 from multiprocessing.connection import Connection
 from typing import Any
@@ -9,19 +10,17 @@ from typing import Any
 import pytest
 
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features, order_of
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.policy.predicted import Predictions
 from megatron.fold3d.predict.search.measured_search import predictions
 from megatron.fold3d.training.search_process import SearchProcess
 from tests.distributed import is_running
 from tests.predict.search.test_measured_search import GAPS, TIMES
 
-FIRST = Choice.parse("1f1b:wgrad=gaps", 1)
+JOB = Job(choice=Choice.parse("1f1b:wgrad=gaps", 1), num_ranks=4, num_microbatches=8)
 QUESTION: dict[str, Any] = {
     "times": TIMES,
-    "first": FIRST,
-    "order": order_of(FIRST, 4, 8),
-    "features": Features(),
+    "job": JOB,
     "free": GAPS,
     "frees_ahead": True,
 }
@@ -53,7 +52,7 @@ def test_a_search_that_fails_leaves_the_first_choice(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ):
     (kept,) = ended(SearchProcess(**QUESTION | {"free": None})).choices
-    assert (kept.choice, kept.order, kept.seconds) == (FIRST, QUESTION["order"], inf)
+    assert (kept.job, kept.seconds) == (JOB, inf)
     assert "the search of choices has failed (1): none is tried" in caplog.text
     assert "Traceback" in capfd.readouterr().err
 
@@ -81,6 +80,6 @@ def test_a_search_ends_with_its_rank():
 
 
 def _search_for_long(sender: Connection) -> None:
-    search = SearchProcess(**QUESTION | {"order": order_of(FIRST, 4, 8192)})
+    search = SearchProcess(**QUESTION | {"job": replace(JOB, num_microbatches=8192)})
     sender.send(search._process.pid)
     time.sleep(60)

@@ -3,9 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron.fold3d.commands.console import counted, faster
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.policy.predicted import Predicted
+from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.descent import Descent, Space, orders_worth_trying
+from megatron.fold3d.predict.search.search_result import JudgedCandidate
 from megatron.fold3d.predict.search.settled import PredictedRun
 
 
@@ -16,22 +19,37 @@ def tries(run: PredictedRun, config: Fold3DConfig) -> tuple[Predicted, ...]:
         run: the run, in stock's order.
         config: its configuration, which says what may be chosen.
     """
-    costs, first = run.known.costs, replace(config.choice, order=config.choice.schedule)
-    free = config.free(run.candidate.setup.data_parallel)
-    for key, seconds in (("step", costs.grad_sync_s), ("wgrad", costs.weight_s)):
-        if not any(seconds):
-            free.pop(key, None)
+    first = replace(config.choice, order=config.choice.schedule)
+    free, open_ = config.free(), replace(run.candidate.job, order=None)
+    run = replace(run, candidate=replace(run.candidate, flags=open_))
     orders = orders_worth_trying(run.judge, first, keeps_forwards=config.keeps_forwards)
     search = Descent(run.judge, Space(orders=orders, free=free, tied=config.ties_embeddings))
     return search.first, *search.to_try()
 
 
-def lines(stock: Predicted, tried: Sequence[Predicted]) -> Iterator[str]:
-    """Yield what would be tried, and the speed-up over stock's order, in lines."""
-    rows = [("stock's order", stock), *(("tries", one) for one in tried)]
-    width = max(len(str(one.choice)) for _, one in rows)
-    for title, one in rows:
-        faster = "" if one is stock else f"  {stock.seconds / one.seconds:.2f} x"
-        yield f"{title:<15}{one.choice!s:<{width}}  {one.seconds:.6g} s{faster}"
+def lines(
+    stock: Predicted, tried: Sequence[Predicted], alike: JudgedCandidate | None = None
+) -> Iterator[str]:
+    """Yield what would be tried, and its gain over stock's best in this layout, in lines.
+
+    Args:
+        alike: stock's best; its order is what there is to compare with where it is not known.
+    """
+    rows = [("stock's order", str(stock.choice), stock.seconds)]
+    if alike is not None:
+        rows.insert(0, ("stock, same layout", in_full(alike.candidate), alike.iteration_s))
+    rows += [("tries", str(one.choice), one.seconds) for one in tried]
+    base_s, width = rows[0][2], max(len(name) for _, name, _ in rows)
+    title_width = max(len(title) for title, _, _ in rows) + 2
+    for number, (title, name, seconds) in enumerate(rows):
+        gain = f"  {faster(base_s / seconds - 1)}" if number else ""
+        yield f"{title:<{title_width}}{name:<{width}}  {seconds:.6g} s{gain}"
     if not tried:
         yield "nothing that fits is predicted to be faster"
+
+
+def in_full(stock: Candidate) -> str:
+    """Return how stock runs, with what its flags beside the layout are."""
+    sums = "--use-distributed-optimizer" if stock.setup.distributed_optimizer else "all-reduce"
+    segments = counted(stock.num_segments, "segments")
+    return f"{stock.name}, {segments}, {sums}, recomputes {stock.setup.recompute}"

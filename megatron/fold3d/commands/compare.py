@@ -1,17 +1,25 @@
 """``fold3d compare``: training runs, their speed, their losses and where their time went."""
 
 import json
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from megatron.fold3d.commands import exposure_table
-from megatron.fold3d.commands.console import OK, complain, lettered, write
+from megatron.fold3d.commands.console import (
+    OK,
+    complain,
+    faster,
+    faster_between,
+    lettered,
+    write,
+)
 from megatron.fold3d.commands.pictures import NO_PICTURE, plot_losses
 from megatron.fold3d.commands.timeline_picture import draw
 from megatron.fold3d.observe.breakdown import Breakdown, seconds_of, shown_columns
@@ -27,6 +35,15 @@ from megatron.fold3d.observe.runs import (
 )
 from megatron.fold3d.observe.training_log import Spread
 
+_SAME_LAYOUT = "stock, same layout"
+ARMS = {
+    "yours": "yours",
+    "stock-same-layout": _SAME_LAYOUT,
+    "stock-any-layout": "stock, any layout",
+    "search": "search",
+    "auto": "auto",
+}
+"""What the folders of `compare.sbatch` are, behind the number that each begins with."""
 EXAMPLE = "fold3d compare runs/default runs/tuned runs/auto --html comparison.html"
 
 _SPEEDS = {
@@ -92,7 +109,15 @@ def run(args: Namespace) -> int:
     if args.json:
         write(json.dumps(_as_json(runs, compared)) + "\n")
         return OK
-    written = {"losses": args.svg, "timelines": args.timelines, "page": args.html}
+    written: dict[str, Path | None] = {
+        "losses": args.svg,
+        "timelines": args.timelines,
+        "page": args.html,
+    }
+    if compared and len(args.runs) == 1:
+        fastest = max(compared.runs, key=lambda run: median(1 / s for s in run.times_s))
+        flags = paths[compared.runs.index(fastest)] / "flags"
+        written[f"flags of {fastest.name}, the fastest"] = flags if flags.exists() else None
     files = [f"{what:<10} {file}" for what, file in written.items() if file]
     write("\n".join((*_lines(runs, compared), *([""] if files else ()), *files)) + "\n")
     return OK
@@ -107,7 +132,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
         and len({of_path[-1] for of_path in parts}) == 1
     ):
         parts = [of_path[:-1] for of_path in parts]
-    return lettered(of_path[-1] for of_path in parts)
+    names = [of_path[-1] for of_path in parts]
+    return lettered(ARMS.get(re.sub(r"^\d+-", "", name), name) for name in names)
 
 
 def _compared(runs: Sequence[Run]) -> Comparison | None:
@@ -146,7 +172,30 @@ def speed_lines(compared: Comparison) -> Iterator[str]:
         first, *numbers = (cell for cell in zip(row, widths, strict=True))
         cells = [f"{first[0]:<{first[1]}}", *(f"{cell:>{width}}" for cell, width in numbers)]
         yield "  ".join(cells).rstrip()
-    yield f"{compared.verdict} (bootstrap)"
+    said = verdict(compared)
+    yield said + (" (bootstrap)" if "95% CI" in said else "")
+
+
+def verdict(compared: Comparison) -> str:
+    """Return the one sentence about the last run, and what it is to be compared with."""
+    if any(run.shares_cores for run in compared.runs):
+        return "No verdict: ranks shared the cores of one machine, without a network between"
+    number = _baseline(compared)
+    ratio, other, last = compared.ratios[number], compared.runs[number].name, compared.runs[-1].name
+    gain, low, high = (faster(ratio.value - 1), ratio.low - 1, ratio.high - 1)
+    interval = f"95% CI {faster_between(low, high)}"
+    if low > 0 or high < 0:
+        return f"{last} is {gain} than {other}, {interval}"
+    return f"No difference shown between {last} and {other}: {gain}, {interval}"
+
+
+def _baseline(compared: Comparison) -> int:
+    """Return the number of the run of stock in the same layout or, without one, of the fastest."""
+    *others, _ = compared.runs
+    for number, run in enumerate(others):
+        if run.name.endswith(_SAME_LAYOUT):
+            return number
+    return min(range(len(others)), key=lambda number: compared.ratios[number].value)
 
 
 def _speed_table(compared: Comparison) -> Iterator[tuple[str, ...]]:
@@ -159,8 +208,11 @@ def _speed_table(compared: Comparison) -> Iterator[tuple[str, ...]]:
         if any(texts := ["" if (n := s[name]) is None else f"{n:.4g}" for s in speeds])
     }
     last = runs[-1].name
-    yield "", "ms per iteration (quartiles)", *known, f"speed-up by {last} (95% CI)"
-    ratios = [f"{ratio.value:.3f} ({ratio.interval})" for ratio in compared.ratios]
+    yield "", "ms per iteration (quartiles)", *known, f"{last} is (95% CI)"
+    ratios = [
+        f"{faster(ratio.value - 1)} ({faster_between(ratio.low - 1, ratio.high - 1)})"
+        for ratio in compared.ratios
+    ]
     for i, (run, ratio) in enumerate(zip(runs, [*ratios, ""], strict=True)):
         spread = str(Spread.of([s * 1e3 for s in run.times_s]))
         yield run.name, spread, *(texts[i] for texts in known.values()), ratio
@@ -255,7 +307,7 @@ def timelines_page(runs: Sequence[Run], compared: Comparison | None) -> str:
 
 
 def _title(compared: Comparison | None) -> str:
-    return compared.verdict if compared else "All pipelines on one time axis, measured"
+    return verdict(compared) if compared else "All pipelines on one time axis, measured"
 
 
 def _views(runs: Sequence[Run], flag: str) -> list[View]:
@@ -270,8 +322,8 @@ def _views(runs: Sequence[Run], flag: str) -> list[View]:
 
 def _as_json(runs: Sequence[Run], compared: Comparison | None) -> dict[str, Any]:
     return {
-        "verdict": compared.verdict if compared else None,
-        "ratio": asdict(compared.ratio) if compared else None,
+        "verdict": verdict(compared) if compared else None,
+        "ratio": asdict(compared.ratios[_baseline(compared)]) if compared else None,
         "ratios": [asdict(ratio) for ratio in compared.ratios] if compared else None,
         "runs": [
             {

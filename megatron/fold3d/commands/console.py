@@ -25,6 +25,17 @@ def counted(number: int, things: str) -> str:
     return f"{number} {one if number == 1 else things}"
 
 
+def faster(gain: float) -> str:
+    """Return ``3.0% faster`` or ``1.2% slower``: the one spelling of a gain."""
+    return f"{abs(gain):.1%} {'slower' if gain < 0 else 'faster'}"
+
+
+def faster_between(low: float, high: float) -> str:
+    """Return ``3.0% to 5.0% faster``, or ``1.2% slower to 0.4% faster``: a range of gains."""
+    least = f"{abs(low):.1%}" if (low < 0) == (high < 0) else faster(low)
+    return f"{least} to {faster(high)}"
+
+
 def lettered(names: Iterable[str]) -> list[str]:
     """Return names with a letter before each, which tells apart those that are equal."""
     letters = chain(ascii_uppercase, map("".join, product(ascii_uppercase, repeat=2)))
@@ -39,7 +50,7 @@ def complain(message: str) -> None:
 def suggestion(words: Iterable[str], known: Iterable[str]) -> str:
     """Return ``; did you mean ...?`` for words that are nearly one of those known, or nothing.
 
-    A word that begins one of them stands for it: ``--seg`` for ``--segments``.
+    A word that begins one of them stands for it.
     """
     choices = sorted(known)
     near = [match for word in words for match in _nearest(word.partition("=")[0], choices)]
@@ -54,7 +65,9 @@ def _nearest(word: str, choices: Sequence[str]) -> Sequence[str]:
 
 
 class Progress:
-    """A line on stderr every few seconds: how many are done of what takes longer than that.
+    """A line on stderr every few seconds: how many are done, of what takes longer than that.
+
+    Most of those that are left are ruled out, so they say nothing of the time that is left.
 
     Args:
         what: the word for what is counted, a participle.
@@ -67,9 +80,9 @@ class Progress:
         self._next_s = self._start_s + self.EVERY_S
 
     def __call__(self, done: int, most: int) -> None:
-        """Tell how many are done of those that there are now, and when these will be."""
+        """Tell how many are done, and how many of those that there are now may follow."""
         if (now_s := monotonic()) < self._next_s:
             return
-        left_s = (now_s - self._start_s) / max(1, done) * (most - done)
-        complain(f"{self._what}: {done} of about {most}, about {left_s:.0f} s left")
+        took_s = now_s - self._start_s
+        complain(f"{self._what}: {done} in {took_s:.0f} s, at most {most - done} to go")
         self._next_s = now_s + self.EVERY_S

@@ -45,7 +45,7 @@ def add_number_options(parser: _ActionsContainer) -> None:
         metavar="KIND=S,...",
         help="costs of one micro-batch in one model chunk: forward (default: 1), backward (2), of "
         "these recompute and tp, tensor-parallel collectives; p2p, a transfer; sum, DP.sync of a "
-        "chunk",
+        "chunk as an all-reduce",
     )
     parser.add_argument("--costs", type=Path, help="JSON, a key per kind of action")
 
@@ -128,6 +128,8 @@ def in_numbers(args: Namespace) -> CostsOf:
             costs = costs_from(args.costs, stages)
         else:
             costs = Costs.uniform(stages, **dict(args.seconds or ()))
+            if candidate.job.steps_shards:
+                costs = costs.in_shards(candidate.job.parameter_share)
         if whole := candidate.choice.stages(ranks, optimizer="replicated"):
             costs = costs.with_replicated(whole)
         nothing = Footprint(static_bytes=(0.0,) * ranks, saved_bytes=(0.0,) * stages)

@@ -91,7 +91,6 @@ def cluster_toml(name: str, machine: Mapping[str, Any], links: Sequence[Mapping[
     """Return a cluster file: its fields are those of `Cluster`.
 
     Args:
-        name: the name of the cluster.
         machine: what every rank has, and the ranks of a node.
         links: between ranks, measured one at a time.
     """

@@ -1,6 +1,7 @@
 """``fold3d import``: a Hugging Face configuration as Megatron's flags.
 
-A field that no table here knows is refused, since the model might differ by it.
+A field that no table here knows is refused, since the model might differ by it; unless it is false
+or null. Such are named, since what is off here might be on by default.
 """
 
 import json
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.fold3d.commands.console import OK, write
+from megatron.fold3d.commands.console import OK, complain, write
 from megatron.fold3d.observe.fields import parse_json, read_text
 
 EXAMPLE = "fold3d import Llama-3.1-8B/config.json"
@@ -38,6 +39,7 @@ _EXPERTS = {
     "num_experts_per_tok": "--moe-router-topk",
     "router_aux_loss_coef": "--moe-aux-loss-coeff",
 }
+_QWEN_EXPERTS = {**_EXPERTS, "moe_intermediate_size": "--moe-ffn-hidden-size"}
 _LATENT = {
     "q_lora_rank": "--q-lora-rank",
     "kv_lora_rank": "--kv-lora-rank",
@@ -62,20 +64,31 @@ _OF_DEEPSEEK = {
     *("rope_interleave", "qk_head_dim", "mlp_bias", "output_router_logits"),
     *("num_nextn_predict_layers", "auto_map", "ep_size", "quantization_config"),
 }
-_V2, _V3 = "deepseek_v2", "deepseek_v3"
+_V2, _V3, _GPT_OSS = "deepseek_v2", "deepseek_v3", "gpt_oss"
+_LOGITS = "output_router_logits"
 # Fields of each family, and the flags that all of its models need.
 _FAMILIES: Mapping[str, tuple[Mapping[str, str], set[str], tuple[str, ...]]] = {
     "llama": ({}, {"mlp_bias"}, ()),
     "mistral": ({}, {"sliding_window"}, ()),
     "qwen2": ({}, {*_WINDOW, "use_mrope"}, ("--add-qkv-bias",)),
     "qwen3": ({}, _WINDOW, ("--qk-layernorm",)),
-    "mixtral": (_EXPERTS, {"router_jitter_noise", "output_router_logits", "sliding_window"}, ()),
+    "qwen3_moe": (
+        _QWEN_EXPERTS,
+        {*_WINDOW, "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", _LOGITS},
+        ("--qk-layernorm",),
+    ),
+    _GPT_OSS: (
+        _EXPERTS,
+        {
+            *("sliding_window", "layer_types", "swiglu_limit", "swiglu_alpha", _LOGITS),
+            *("quantization_config", "initial_context_length", "experts_per_token"),
+        },
+        ("--quick-geglu", "--glu-linear-offset 1", "--softmax-type learnable"),
+    ),
+    "mixtral": (_EXPERTS, {"router_jitter_noise", _LOGITS, "sliding_window"}, ()),
     **dict.fromkeys((_V2, _V3), (_LATENT, _OF_DEEPSEEK, ())),
 }
-_ALWAYS = (
-    *("--swiglu", "--normalization RMSNorm", "--position-embedding-type rope"),
-    "--disable-bias-linear",
-)
+_BUT_GPT_OSS = ("--swiglu", "--position-embedding-type rope", "--disable-bias-linear")
 # The value of a field that has a counterpart, or whether one has; and which do, in words.
 _MUST_BE: Mapping[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "silu, which --swiglu computes"),
@@ -91,12 +104,32 @@ _MUST_BE: Mapping[str, tuple[Any, str]] = {
     "pretraining_tp": (1, "1"),
     "is_encoder_decoder": (False, "false: pretrain_gpt.py trains decoders"),
 }
+_RULES_OF_GPT_OSS: Mapping[str, tuple[Any, str]] = {
+    "attention_bias": (True, "true: all of its linear layers have biases"),
+    "swiglu_alpha": (1.702, "1.702, which --quick-geglu has"),
+    "layer_types": (
+        lambda value: set(value) <= {"full_attention", "sliding_attention"},
+        "full_attention or sliding_attention for every layer",
+    ),
+}
+_LATENT_EPSILON = 1e-6
 # How Megatron stretches rotary positions, plain and latent: the kind, its fields that are flags,
 # and what it has built in.
 _LLAMA3 = (
     "llama3",
     {"factor": "--use-rope-scaling --rope-scaling-factor"},
     {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+)
+_YARN_OF_GPT_OSS = (
+    "yarn",
+    {
+        "factor": "--position-embedding-type yarn --no-yarn-correction-range-round-to-int "
+        "--rotary-scaling-factor",
+        "beta_fast": "--yarn-beta-fast",
+        "beta_slow": "--yarn-beta-slow",
+        "original_max_position_embeddings": "--yarn-original-max-position-embeddings",
+    },
+    {"truncate": False},
 )
 _YARN = (
     "yarn",
@@ -128,6 +161,8 @@ def run(args: Namespace) -> int:
     except ValueError as error:
         raise ValueError(f"{args.config}: {error}") from None
     write((json.dumps(flags) if args.json else shlex.join(flags)) + "\n")
+    for remark in remarks(found):
+        complain(remark)
     return OK
 
 
@@ -144,9 +179,11 @@ def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:
     if family not in _FAMILIES:
         found = f"model_type={family!r}" if family != "None" else "no model_type"
         raise ValueError(f"found {found}; it is one of {', '.join(sorted(_FAMILIES))}")
-    own, others, switches = _FAMILIES[family]
+    own, _, switches = _FAMILIES[family]
+    if own is _QWEN_EXPERTS and "num_experts" in config:  # in files, not in `transformers`
+        config = {"num_local_experts" if n == "num_experts" else n: config[n] for n in config}
     sizes = {**_SIZES, **own}
-    if unknown := sorted(config.keys() - sizes.keys() - _COMMON - others - _NO_MATTER):
+    if unknown := [name for name in _unknown(config) if not _is_off(config[name])]:
         raise ValueError(
             f"unknown fields {', '.join(unknown)}: a {family} of Megatron's might differ by them; "
             "drop those that are not used"
@@ -154,15 +191,39 @@ def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:
     if missing := [n for n in sizes if config.get(n) is None and n not in _OPTIONAL]:
         raise ValueError(f"lacks {', '.join(missing)}")
     must_be = {**_MUST_BE, **(_rules_of_deepseek(config) if own is _LATENT else {})}
-    if config.get("use_sliding_window", True):
+    if family == _GPT_OSS:
+        must_be |= _RULES_OF_GPT_OSS
+    elif config.get("use_sliding_window", True):
         must_be["sliding_window"] = None, "null: attention sees the whole sequence"
     for name, (known, rule) in must_be.items():
         if (value := config.get(name)) is None:
             continue
         if not (known(value) if callable(known) else value == known):
             raise ValueError(f"found {name}={value!r}; it has to be {rule}")
-    words = [*_ALWAYS, *switches, *_flags(config, own)]
+    always = ("--normalization RMSNorm", *(() if family == _GPT_OSS else _BUT_GPT_OSS))
+    words = [*always, *switches, *_flags(config, own)]
     return tuple(word for flag in words for word in flag.split())
+
+
+def remarks(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what may differ from the model that a configuration is of."""
+    if off := _unknown(config):
+        yield f"taken as unused, since they are false or empty: {', '.join(off)}"
+    epsilon = config.get("rms_norm_eps", _LATENT_EPSILON)
+    if "kv_lora_rank" in config and epsilon != _LATENT_EPSILON:
+        yield (
+            f"rms_norm_eps={epsilon} is that of latent vectors too, where transformers has "
+            f"{_LATENT_EPSILON}: Megatron has one for all norms"
+        )
+
+
+def _unknown(config: Mapping[str, Any]) -> list[str]:
+    own, others, _ = _FAMILIES[config["model_type"]]
+    return sorted(config.keys() - _SIZES.keys() - own.keys() - _COMMON - others - _NO_MATTER)
+
+
+def _is_off(value: object) -> bool:
+    return value is None or value is False or value in ("", [], {})
 
 
 def _flags(config: Mapping[str, Any], own: Mapping[str, str]) -> Iterator[str]:
@@ -172,9 +233,14 @@ def _flags(config: Mapping[str, Any], own: Mapping[str, str]) -> Iterator[str]:
     yield f"--hidden-dropout 0 --attention-dropout {config.get('attention_dropout') or 0}"
     yield f"--max-position-embeddings {config.get('max_position_embeddings', 2048)}"
     yield from (_of_deepseek if latent else _heads)(config)
+    if own is _QWEN_EXPERTS:
+        yield from _of_qwen_experts(config)
+    if is_gpt_oss := config["model_type"] == _GPT_OSS:
+        yield from _of_gpt_oss(config)
     if not config.get("tie_word_embeddings", False):
         yield "--untie-embeddings-and-output-weights"
-    yield from _rotary(config, latent)
+    known = _YARN if latent else _YARN_OF_GPT_OSS if is_gpt_oss else _LLAMA3
+    yield from _rotary(config, *known)
 
 
 def _given(config: Mapping[str, Any], flags: Mapping[str, str]) -> Iterator[str]:
@@ -190,7 +256,34 @@ def _heads(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"--kv-channels {size}"
 
 
-def _rotary(config: Mapping[str, Any], latent: bool) -> Iterator[str]:
+def _of_qwen_experts(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which layers have experts, and what their weights sum up to."""
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    has_experts = [
+        int(layer not in dense and step > 0 and (layer + 1) % step == 0)
+        for layer in range(config["num_hidden_layers"])
+    ]
+    if not all(has_experts):
+        yield f"--moe-layer-freq {str(has_experts).replace(' ', '')}"
+    if not config.get("norm_topk_prob", False):
+        yield "--moe-router-pre-softmax"
+
+
+def _of_gpt_oss(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the clamp of gates, and the windows of attention, which see a token itself too."""
+    yield f"--activation-func-clamp-value {config.get('swiglu_limit', 7.0)}"
+    kinds = config.get("layer_types") or ()
+    has_window = [int(kind == "sliding_attention") for kind in kinds]
+    pattern = str(has_window).replace(" ", "")
+    if has_window == [(layer + 1) % 2 for layer in range(config["num_hidden_layers"])] or not kinds:
+        pattern = "2"
+    if size := config.get("sliding_window", 128):
+        yield f"--window-size {size - 1},0 --window-attn-skip-freq {pattern}"
+
+
+def _rotary(
+    config: Mapping[str, Any], known: str, flags: Mapping[str, str], built_in: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield the base of rotary embeddings, and how they are stretched."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = rope.pop("rope_theta", config.get("rope_theta") or 10_000)
@@ -199,13 +292,14 @@ def _rotary(config: Mapping[str, Any], latent: bool) -> Iterator[str]:
     yield f"--rotary-base {int(base)}"
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     if kind == "default" and not rope:
-        if latent:
+        if flags is _YARN[1]:
             yield "--rope-type rope"  # yarn is its default
+        if flags is _YARN_OF_GPT_OSS[1]:
+            yield "--position-embedding-type rope"
         return
-    known, flags, built_in = _YARN if latent else _LLAMA3
     rest = {name: value for name, value in rope.items() if name not in flags}
-    if latent:  # where fields may be left out
-        rest = built_in | rest
+    if flags is _YARN[1]:  # where fields may be left out
+        rest = {**built_in, **rest}
     if kind != known or rest != built_in or None in map(rope.get, flags):
         raise ValueError(
             f"found rope_type={kind!r} with {rope}; Megatron has default, and {known} with "
@@ -251,13 +345,11 @@ def _rules_of_deepseek(config: Mapping[str, Any]) -> Mapping[str, tuple[Any, str
     score = "sigmoid" if is_v3 else "softmax"
     greedy = "group_limited_greedy" if _has_groups(config) else "greedy"
     method = "noaux_tc" if is_v3 else greedy
-    norms = "1e-06: the norms of latent vectors have it, and Megatron has one for all"
     return {
         "num_key_value_heads": (
             heads,
             f"num_attention_heads, {heads}: every head has keys of its own",
         ),
-        "rms_norm_eps": (1e-6, norms),
         "rope_interleave": (True, "true: Megatron rotates pairs of neighbours"),
         "scoring_func": (score, f"{score} for {config['model_type']}"),
         "topk_method": (method, f"{method} where n_group={config.get('n_group')}"),

@@ -11,10 +11,12 @@ from dataclasses import replace
 from megatron.fold3d.commands.cost_sources import CostsOf
 from megatron.fold3d.commands.megatron_flags import Described, precision_of
 from megatron.fold3d.commands.training_flags import layout_of
+from megatron.fold3d.commands.training_words import not_counted
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.layer_split import stage_layers
 from megatron.fold3d.config.read_config import read_config
+from megatron.fold3d.config.refusals import delta_param_gather
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.plan.choice import file_of, stock_schedule
 from megatron.fold3d.plan.files import read_plan
@@ -22,10 +24,10 @@ from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.policy.partition import layers_of_stages
 from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.coded_gathers import coded_bits
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.predict.search.settled import PredictedRun
 
 
@@ -53,9 +55,9 @@ def run_of(
         choice = replace(choice, order=stock_schedule(config.num_segments))
     if choice.group == config.num_ranks:  # as without it
         choice = replace(choice, group=None)
-    slices, of_all = word.value("slices"), args.micro_batch_size * args.data_parallel_size
+    of_all = args.micro_batch_size * args.data_parallel_size
     candidate = Candidate(
-        choice=replace(choice, slices=None if slices is None else slices == "on"),
+        choice=choice,
         setup=setup_of(args, args.data_parallel_size),
         num_ranks=config.num_ranks,
         num_microbatches=args.global_batch_size // of_all,
@@ -63,22 +65,45 @@ def run_of(
         recompute_layers=config.recompute_layers or (),
         offload=config.offload_activations != "off",
         preemptive=config.preemptive_comm,
-        sums_last=config.features.grad_sync == "serial",
-        reduces_early=config.features.reduces_early,
         shards=args.shard_segments,
         combined=args.overlap_moe_expert_parallel_comm,
+        aligned=args.align_grad_reduce,
     )
+    job = replace(
+        config.job,
+        num_microbatches=candidate.num_microbatches,
+        order=read_plan(config.plan_file) if config.plan_file else None,
+    )
+    candidate = replace(candidate, flags=job)
+    if candidate.is_stock:
+        candidate = as_run(
+            candidate,
+            overlaps=config.job.grad_sync != "serial",
+            gathers=config.job.gathers_params,
+        )
     return PredictedRun(
         candidate=candidate,
         estimate=estimate,
-        file_order=read_plan(config.plan_file) if config.plan_file else None,
         shape=shape,
-        usable_bytes=None if cluster is None else cluster.gpu_memory_bytes * USABLE_MEMORY,
+        usable_bytes=None if cluster is None else cluster.usable_bytes,
         auto_layers=getattr(args, "layers", None) == AUTO,
         auto_recompute_layers=config.auto_recompute_layers,
         auto_ahead="ahead" in config.auto,
         auto_replicated=word.value("optimizer") == AUTO,
+        tied=config.ties_embeddings,
     )
+
+
+def as_run(candidate: Candidate, *, overlaps: bool, gathers: bool) -> Candidate:
+    """Return a run of stock as its flags let it overlap; `search` prints all flags that do.
+
+    Args:
+        overlaps: whether its gradients are reduced beside backwards.
+        gathers: whether parameters of a distributed optimizer are gathered beside forwards.
+    """
+    job = replace(candidate, flags=None).job
+    job = replace(job, gathers_params=job.gathers_params and gathers)
+    return replace(candidate, flags=job if overlaps else replace(job, grad_sync="serial"))
 
 
 def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
@@ -122,6 +147,12 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
             f"{said.shape.num_layers} layers of {said.shape.name}; give such"
         )
     return config
+
+
+def default_queues(args: Namespace, hardware: Cluster | None) -> int:
+    """Return what CUDA_DEVICE_MAX_CONNECTIONS will be: one queue where Megatron demands it."""
+    shares = max(args.tensor_model_parallel_size, args.context_parallel_size) > 1
+    return 1 if hardware is not None and shares and not hardware.is_blackwell else 8
 
 
 def _take_sizes(args: Namespace, plan: Plan) -> None:
@@ -181,21 +212,33 @@ def setup_of(args: Namespace, data_parallel: int) -> Setup:
         data_parallel: replicas of the model.
     """
     # Fused attention keeps no scores and computes them again, as selective recomputation.
-    otherwise: Recompute = "selective" if args.transformer_impl == "transformer_engine" else "none"
+    is_fused = args.transformer_impl == "transformer_engine"
+    is_fused &= getattr(args.attention_backend, "name", args.attention_backend) != "unfused"
+    otherwise: Recompute = "selective" if is_fused else "none"
     return Setup(
         tensor_parallel=args.tensor_model_parallel_size,
         data_parallel=data_parallel,
         microbatch_size=args.micro_batch_size,
         sequence_parallel=args.sequence_parallel,
         distributed_optimizer=args.use_distributed_optimizer,
+        optimizer_instances=args.num_distributed_optimizer_instances,
         recompute=args.recompute_granularity or otherwise,
         context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size,
-        expert_tensor_parallel=args.expert_tensor_parallel_size or 0,
+        expert_tensor_parallel=(args.num_experts and args.expert_tensor_parallel_size) or 0,
         local_layers=args.transformer_impl == "local",
         order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
+        gathered_bits=0.0 if delta_param_gather(args) == "off" else coded_bits_of(args),
         **precision_of(args),
     )
+
+
+_LEARNING_RATE, _DEVIATION = 1e-4, 0.02  # where no flag says them
+
+
+def coded_bits_of(args: Namespace) -> float:
+    """Return the bits of a parameter that coded all-gathers send in a training."""
+    return coded_bits(args.lr or _LEARNING_RATE, args.init_method_std or _DEVIATION)
 
 
 def left_out(args: Namespace) -> Iterator[str]:
@@ -206,13 +249,12 @@ def left_out(args: Namespace) -> Iterator[str]:
         "--recompute-modules": args.recompute_granularity == "selective"
         and args.recompute_modules not in (None, ["core_attn"]),
         "--lazy-inter-segment": args.lazy_inter_segment,
-        "--num-distributed-optimizer-instances": args.num_distributed_optimizer_instances > 1,
+        "--num-distributed-optimizer-instances": args.num_distributed_optimizer_instances > 1
+        and bool(args.num_experts),
         "--optimizer-cpu-offload": args.optimizer_cpu_offload,
-        "no --overlap-param-gather": args.use_distributed_optimizer
-        and args.data_parallel_size > 1
-        and not args.overlap_param_gather,
         "--fp8-format": args.fp8 is not None,
         "--fp4-format": args.fp4 is not None,
         "--optimizer": args.optimizer != "adam",
     }
-    return (flag for flag, given in flags.items() if given)
+    yield from (flag for flag, given in flags.items() if given)
+    yield from not_counted(args)

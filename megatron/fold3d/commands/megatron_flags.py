@@ -7,33 +7,39 @@ matter to it are ignored.
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.fold3d.commands.script_words import ScriptWords, reasons_of, script_words
 from megatron.fold3d.commands.training_words import (
     LATENT,
     NOT_MODELLED,
     SIZES,
     help_of_flags,
+    not_counted,
     read_words,
-    script_words,
+    unread,
 )
+from megatron.fold3d.config.settings import attribute_of
 from megatron.fold3d.config.spelling import flag_of, typed
 from megatron.fold3d.observe.fields import read_text
-from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
+from megatron.fold3d.predict.cost_model.model_shape import MOST_LAYERS, ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.presets import preset_flags
-from megatron.fold3d.predict.cost_model.sizes import Setup
-from megatron.fold3d.predict.search.candidates import Given
 
+# Flags of which each has to be known; without its value the model or the batch would be another.
+_OF_MODEL = (
+    *(*SIZES, *NOT_MODELLED, *LATENT, "num_query_groups", "moe_router_topk", "moe_layer_freq"),
+    *("position_embedding_type", "normalization", "softmax_type", "global_batch_size"),
+)
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _DEFAULT_VOCABULARY = 51_200
+_TERM = re.compile(r"\[(\d{1,9}(?:, ?\d{1,9})*)\](?: ?\* ?(\d{1,9}))?")
 # Flags that a script should have once.
 _ALONE = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
     *("--global-batch-size", "--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
 )
-_FREQUENCY = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +52,9 @@ class Described:
         shape: the model; None if no flag says any of it.
         source: where the flags come from, for messages.
         words: the flags; a script's words are not flags alone.
+        own_words: likewise, without those that were typed for a command.
         script: the file, if they were read from one.
+        remarks: what of the file could not be read, or may not be so.
     """
 
     args: Namespace
@@ -54,29 +62,36 @@ class Described:
     shape: ModelShape | None
     source: str
     words: tuple[str, ...]
+    own_words: tuple[str, ...]
     script: Path | None = None
+    remarks: tuple[str, ...] = ()
 
-    def given(self) -> Given:
+    def given(self) -> dict[str, Any]:
         """Return what the search does not choose: what was typed for it, and what it never does."""
         args, typed = self.args, self.typed
-        return Given(
-            tensor_parallel=typed.tp,
-            data_parallel=typed.dp,
-            num_ranks=typed.pp,
-            num_segments=typed.segments,
-            microbatch_size=typed.micro_batch_size,
-            recompute=typed.recompute,
-            context_parallel=self._fixed("context_parallel_size"),
-            expert_parallel=self._fixed("expert_model_parallel_size"),
-            rest=Setup(
-                expert_tensor_parallel=args.expert_tensor_parallel_size or 0,
-                **precision_of(args),
-            ),
-        )
+        sizes = {
+            "tensor_parallel": typed.tp,
+            "data_parallel": typed.dp,
+            "num_ranks": typed.pp,
+            "num_segments": typed.segments,
+            "microbatch_size": typed.micro_batch_size,
+            "recompute": typed.recompute,
+            "context_parallel": self._fixed("context_parallel_size"),
+            "expert_parallel": self._fixed("expert_model_parallel_size"),
+            "expert_tensor_parallel": args.expert_tensor_parallel_size,
+        }
+        given = {name: value for name, value in sizes.items() if value is not None}
+        return given | precision_of(args)
 
     def _fixed(self, name: str) -> int | None:
         """Return a size that the flags give; None leaves it to the search."""
         return getattr(self.args, name) if _values(self.words, flag_of(name)) else None
+
+    @property
+    def is_job(self) -> bool:
+        """Whether they are all flags of a training, which Megatron's micro-batch size is among."""
+        names = {word.partition("=")[0] for word in self.own_words}
+        return self.script is not None or "--micro-batch-size" in names
 
     def model(self) -> ModelShape:
         """Return the model.
@@ -100,7 +115,13 @@ class Described:
         return (
             f"read from {self.source}: {_in_words(self.model())}, {args.global_batch_size} "
             f"sequences per iteration, {precision}",
-            *(f"assumed: {line}" for line in _assumed(args, self.words)),
+            *(f"assumed: {line}" for line in _assumed(args, self.words, self.typed)),
+            *self.remarks,
+            *(
+                [f"not in these estimates: {', '.join(left)}"]
+                if (left := [*not_counted(args)])
+                else ()
+            ),
         )
 
 
@@ -108,7 +129,6 @@ def add_training_flags(parser: ArgumentParser, rule: str = "") -> None:
     """Let a command read a training's flags: typed, behind ``--``, or in a script.
 
     Args:
-        parser: the command's parser.
         rule: what the command does with some of them, for the help.
     """
     flags = parser.add_argument_group("flags of a training", help_of_flags(rule))
@@ -128,11 +148,32 @@ def given_training(args: Namespace) -> Described:
         OSError: the script cannot be read.
     """
     (typed, words), script = args.words, args.from_script
-    if script is not None:
-        if words:
-            raise ValueError("flags behind -- with --from-script: both say the training; drop one")
-        words = tuple(script_words(read_text(script)))
-    return described(words, typed=typed, script=script)
+    if script is None:
+        return described(words, typed=typed)
+    if words:
+        raise ValueError("flags behind -- with --from-script: both say the training; drop one")
+    read = script_words(read_text(script))
+    remarks = tuple(_remarks(read, typed, script))
+    return replace(described(read.words, typed=typed, script=script), remarks=remarks)
+
+
+def _remarks(read: ScriptWords, typed: Sequence[str], script: Path) -> Iterator[str]:
+    """Yield what could not be read of a script.
+
+    Raises:
+        ValueError: a flag that the model or the batch is read from is among it.
+    """
+    for flag, value in unread(read.words, typed).items():
+        found = f"{flag} {value} could not be read ({reasons_of(value, read.reasons)})"
+        if attribute_of(flag) in _OF_MODEL:
+            raise ValueError(f"{script}: {found}; give {flag} behind --from-script {script}")
+        yield f"not read: {found}"
+    known = vars(read_words(())).keys()
+    if flags := [flag for flag in read.undecided if attribute_of(flag) in known]:
+        yield (
+            f"assumed: {', '.join(flags)}, from branches of {script} of which it is not known "
+            "whether they are taken; those with most flags count"
+        )
 
 
 def described(
@@ -141,9 +182,7 @@ def described(
     """Return what flags say.
 
     Args:
-        words: a training's flags.
         typed: flags that were typed for a command.
-        script: as in `Described`.
 
     Raises:
         ValueError: flags are missing, no numbers, or ask for what is not modelled.
@@ -179,6 +218,7 @@ def described(
         shape=shape,
         source=source,
         words=(*words, *typed),
+        own_words=tuple(words),
         script=script,
     )
 
@@ -212,18 +252,21 @@ def shape_of(args: Namespace) -> ModelShape:
         if getattr(args, name, None):
             raise ValueError(f"{flag_of(name)}: the planner does not model {what}; drop it")
     sizes: dict[str, Any] = {
-        field: size for name, field in SIZES.items() if (size := getattr(args, name, None))
+        field: size
+        for name, field in SIZES.items()
+        if (size := getattr(args, name, None)) is not None
     }
-    if args.swiglu and not args.ffn_hidden_size:  # as Megatron derives it
+    if args.swiglu and args.ffn_hidden_size is None:  # as Megatron derives it; zero below 24
         sizes["ffn_hidden_size"] = int(4 * args.hidden_size * 2 / 3 / 64) * 64
     latent = bool(args.multi_latent_attention)
     if latent:
         sizes |= {name: getattr(args, name) or 0 for name in LATENT}
     grouped = args.group_query_attention and not latent
     rotary = args.position_embedding_type != "learned_absolute"
-    unit = args.make_vocab_size_divisible_by
-    # Validation has rounded it up.
-    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size or 0
+    rotary |= args.use_rotary_position_embeddings
+    padded = getattr(args, "padded_vocab_size", None)  # given, or what validation rounded up
+    unit = 1 if padded else args.make_vocab_size_divisible_by
+    vocabulary = padded or args.vocab_size or 0
     experts = bool(args.num_experts)
     return ModelShape(
         name="flags",
@@ -231,46 +274,71 @@ def shape_of(args: Namespace) -> ModelShape:
         vocab_size=-(-vocabulary // unit) * unit or _DEFAULT_VOCABULARY,
         untied=bool(args.untie_embeddings_and_output_weights),
         num_query_groups=args.num_query_groups if grouped else 0,
-        swiglu=bool(args.swiglu),
+        swiglu=bool(args.swiglu or args.quick_geglu),
         rotary_base=args.rotary_base if rotary else 0,
         rms_norm=args.normalization == "RMSNorm",
         biases=bool(args.add_bias_linear),
         qkv_bias=bool(args.add_qkv_bias),
         qk_norm=bool(args.qk_layernorm),
+        output_gate=bool(args.attention_output_gate),
+        learned_sinks=args.softmax_type == "learnable",
+        shared_expert_gate=bool(args.moe_shared_expert_gate),
         vocab_unit=unit,
         experts_per_token=args.moe_router_topk if experts else 0,
-        num_dense_layers=_num_dense_layers(args.moe_layer_freq) if experts else 0,
+        num_dense_layers=_num_dense_layers(args) if experts else 0,
     )
 
 
-def _num_dense_layers(frequency: object) -> int:
-    """Return the layers before those with experts; ``frequency`` is text, or a list as evaluated.
+def _num_dense_layers(args: Namespace) -> int:
+    """Return the layers before those with experts.
 
     Raises:
-        ValueError: there are such layers behind.
+        ValueError: there are such layers behind, or the flag is not one number for each layer.
     """
-    if isinstance(frequency, list) and sorted(frequency) == frequency:
-        return frequency.count(0)
-    found = _FREQUENCY.fullmatch(str(frequency).replace(" ", ""))
-    if found is None and str(frequency) != "1":
+    given = args.moe_layer_freq  # text, or evaluated by Megatron's parser
+    if str(given) == "1":
+        return 0
+    pattern = given if isinstance(given, list) else _pattern(str(given))
+    if not pattern or sorted(pattern) != pattern or {*pattern} - {0, 1}:
         raise ValueError(
-            f"--moe-layer-freq {frequency}: the planner models layers without experts before those "
+            f"--moe-layer-freq {given}: the planner models layers without experts before those "
             "with experts; give ([0]*N+[1]*M)"
         )
-    return int(found[1]) if found else 0
+    if len(pattern) != args.num_layers:
+        raise ValueError(
+            f"--moe-layer-freq {given}: it is of {len(pattern)} layers, and --num-layers is "
+            f"{args.num_layers}; give one 0 or 1 for each"
+        )
+    return pattern.count(0)
 
 
-def _assumed(args: Namespace, words: Sequence[str]) -> Iterator[str]:
+def _pattern(text: str) -> list[int]:
+    """Return the list that ``[0]*3+[1]*58`` stands for; an empty one for any other text."""
+    terms = [*map(_TERM.fullmatch, re.split(r"\s*\+\s*", text.strip("() ")))]
+    return [
+        int(number)
+        for term in (terms if all(terms) else ())
+        if term is not None
+        for _ in range(min(int(term[2] or 1), MOST_LAYERS))
+        for number in term[1].split(",")
+    ]
+
+
+def _assumed(args: Namespace, words: Sequence[str], typed_: Namespace) -> Iterator[str]:
     """Yield what a prediction assumes beside what flags say."""
-    if not args.vocab_size:
+    if not (args.vocab_size or args.padded_vocab_size):
         yield f"a vocabulary of {_DEFAULT_VOCABULARY}; --vocab-size is not among the flags"
     if args.fp8 or args.fp4:
         yield "fp8 and fp4 compute as fast as 16 bits"
-    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
-    if own := [f"{name} {values[-1]}" for name in sizes if (values := _values(words, name))]:
-        yield (
-            f"the search chooses sizes anew, instead of {', '.join(own)}; --tp and --pp keep them"
-        )
+    sizes = {"--tp": "--tensor-model-parallel-size", "--pp": "--pipeline-model-parallel-size"}
+    chosen = {
+        short: f"{name} {values[-1]}"
+        for short, name in sizes.items()
+        if (values := _values(words, name)) and getattr(typed_, short[2:]) is None
+    }
+    if chosen:
+        kept = f"{' and '.join(chosen)} {'keeps it' if len(chosen) == 1 else 'keep them'}"
+        yield f"the search chooses sizes anew, instead of {', '.join(chosen.values())}; {kept}"
     uneven = (
         "decoder_first_pipeline_num_layers",
         "decoder_last_pipeline_num_layers",

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
+from logging import ERROR, getLogger
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ def figure(asked: str, width: float, height: float) -> "Figure":
     Raises:
         ValueError: matplotlib is not installed.
     """
+    getLogger("matplotlib.font_manager").setLevel(ERROR)  # at first it says that it makes a cache
     try:
         from matplotlib.figure import Figure
     except ImportError:

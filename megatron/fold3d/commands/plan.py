@@ -8,8 +8,9 @@ from megatron.fold3d.commands.cost_sources import add_number_options, in_numbers
 from megatron.fold3d.commands.job import config_of, run_of
 from megatron.fold3d.commands.megatron_flags import add_training_flags, given_training
 from megatron.fold3d.commands.plan_sizes import sizes
+from megatron.fold3d.plan.compile import lower
+from megatron.fold3d.plan.files import to_csv
 from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS, HOST_OPS
-from megatron.fold3d.predict.search.candidate_timeline import plan_of
 
 EXAMPLE = "fold3d plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
 
@@ -37,15 +38,16 @@ def run(args: Namespace) -> int:
             f"--{given[0]} without an auto: only ahead=auto and wgrad=gaps read costs here; drop "
             "it, or give one of them"
         )
-    its, order = its.settled()
-    plan = plan_of(its.candidate, order, transfers=not args.compute_only)
+    its = its.settled()
+    job = its.judge(its.candidate.choice).job
+    plan = lower(job, transfers=not args.compute_only)
     if args.compute_only:
-        sharded = config.features.shards_params
+        sharded = job.shards != "off"
         plan = plan.select(COMPUTE_OPS | HOST_OPS | (GATHER_OPS if sharded else frozenset()))
     if args.json:
-        programs = list(plan.programs_as_words())
+        programs = list(plan.to_rows())
         found = {"schedule": config.choice.order, **sizes(plan), "programs": programs}
         write(json.dumps(found) + "\n")
     else:
-        write(plan.to_csv() if args.format == "csv" else plan.to_text())
+        write(to_csv(plan) if args.format == "csv" else plan.to_text())
     return OK

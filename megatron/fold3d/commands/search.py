@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from megatron.fold3d.commands.console import OK, Progress, write
 from megatron.fold3d.commands.cost_sources import add_cluster_options, named_cluster
+from megatron.fold3d.commands.job import coded_bits_of
 from megatron.fold3d.commands.megatron_flags import Described, add_training_flags, given_training
 from megatron.fold3d.commands.search_lines import environment, gains, lines_of, plot, rates_of
 from megatron.fold3d.commands.training_flags import (
@@ -17,6 +18,7 @@ from megatron.fold3d.commands.training_flags import (
     training_flags,
     undecided,
 )
+from megatron.fold3d.commands.yours import Yours, yours
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.efficiency import source_of
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS
@@ -32,8 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_cluster_options(parser)
     add_training_flags(
         parser,
-        "typed for the search, --tp, --pp, --dp, --segments, --micro-batch-size and --recompute "
-        "are not chosen",
+        "what is typed for the search, such as --tp and --recompute, is not chosen",
     )
     parser.add_argument(
         "--plot",
@@ -82,17 +83,24 @@ def run(args: Namespace) -> int:
         top=args.top,
         given=described.given(),
         assumed=args.assume,
+        gathered_bits=coded_bits_of(described.args),
         progress=Progress("simulated"),
     )
+    own, notes = yours(described, cluster) if described.is_job else (None, ())
     if args.plot is not None:
         plot(found, args.plot)
     if args.json:
-        write(json.dumps(_as_json(found, described, cluster)) + "\n")
+        write(json.dumps(_as_json(found, own, described, cluster)) + "\n")
     elif args.emit:
         write(f"{_flags(found, described, cluster)}\n")
     else:
-        lines = lines_of(found, shape, cluster, [*_last_lines(found, described, cluster)])
-        write("\n".join((*described.notes(), *lines)) + "\n")
+        last = [*_last_lines(found, described, cluster)]
+        if described.is_job:
+            last.append(
+                f"next, on a login node: the job with these flags and --check {args.cluster}"
+            )
+        lines = lines_of(found, shape, cluster, last, own)
+        write("\n".join((*described.notes(), *notes, *lines)) + "\n")
     return OK
 
 
@@ -120,7 +128,7 @@ def _last_lines(found: Search, user: Described, cluster: Cluster) -> Iterator[st
     for name, value in environment(found.choice.candidate, cluster).items():
         yield f"export {name}={value}"
     yield flags
-    if user.script and (dropped := " ".join(to_drop(user.words, flags))):
+    if user.script and (dropped := " ".join(to_drop(user.own_words, flags))):
         yield f"and without {dropped}"
 
 
@@ -132,7 +140,7 @@ def _assumptions(text: str) -> frozenset[str]:
     return found
 
 
-def _as_json(found: Search, user: Described, cluster: Cluster) -> dict[str, Any]:
+def _as_json(found: Search, own: Yours | None, user: Described, cluster: Cluster) -> dict[str, Any]:
     shape = user.model()
 
     def row(choice: JudgedCandidate) -> dict[str, Any]:
@@ -155,6 +163,7 @@ def _as_json(found: Search, user: Described, cluster: Cluster) -> dict[str, Any]
             "choice": str(c.choice),
             "distributed_optimizer": setup.distributed_optimizer,
             "gradient_bytes": setup.gradient_bytes,
+            "gathered_bits": setup.gathered_bits or 8 * setup.element_bytes,
             "sums_in_fp32": list(sums_of(setup)),
             "layers": c.layers or None,
             "recompute": setup.recompute,
@@ -170,8 +179,14 @@ def _as_json(found: Search, user: Described, cluster: Cluster) -> dict[str, Any]
     return {
         "rows": [row(choice) for choice in sorted(found.best, key=lambda c: c.iteration_s)],
         "in_16_bits": list(map(row, found.in_16_bits)),
+        "coded": list(map(row, found.coded)),
         "best_stock": found.best_stock and row(found.best_stock),
+        "same_layout": found.same_layout and row(found.same_layout),
         "best": row(found.choice),
+        "yours": own and row(own.run),
+        "stock_flags": own and {one.flags: row(one.run) for one in own.alone},
+        "yours_coded": own and own.coded and row(own.coded),
+        "same_layout_as_yours": own and own.same_layout and row(own.same_layout),
         "gain": found.gain,
         "gains": {case.assumption: case.gain for case in gains(found, shape, cluster)},
         "efficiency": source_of(cluster),

@@ -1,11 +1,16 @@
 """What ``fold3d search`` prints: rows, what the gain rests on, the verdict, flags."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from math import prod
 from pathlib import Path
+from textwrap import wrap
 
+from megatron.fold3d.commands.auto_tries import in_full
+from megatron.fold3d.commands.console import faster, faster_between
 from megatron.fold3d.commands.pictures import figure
 from megatron.fold3d.commands.training_flags import LOCAL_FP32, sums_of
+from megatron.fold3d.commands.yours import CHANGES_RESULTS, NOT_MODELLED, Yours
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.efficiency import source_of
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
@@ -17,27 +22,32 @@ from megatron.fold3d.predict.search.sensitivity import Case, gains_if_off_by_hal
 WIDTH = 80
 _ROW = "{:>9} {:>5} {:>4} {:>3} {:>2} {:>3} {:>3} {:<5} {:<5} {:<11} {}"
 _SAME = 0.002  # of an iteration: times that differ by less are shown as one
+_SHOWN = 0.0005  # as a gain: less is spelled 0.0%
 _SHORT = {"none": "none", "selective": "sel", "full": "full"}
 
 
 def lines_of(
-    found: Search, shape: ModelShape, cluster: Cluster, flags: Sequence[str]
+    found: Search,
+    shape: ModelShape,
+    cluster: Cluster,
+    flags: Sequence[str],
+    own: Yours | None = None,
 ) -> Iterator[str]:
     """Yield the answer in words.
 
     Args:
-        found: what the search has found.
-        shape: the model.
-        cluster: the cluster that was searched for.
         flags: the lines that end the answer; the first one follows the verdict.
+        own: the run of the user's script as it is.
     """
-    yield from _table(found)
+    yield from _table(found, None if own is None else own.run)
     yield f"{found.considered} considered, {found.too_large} too large for memory"
     yield f"efficiency of layers: {source_of(cluster)}"
     if any(choice.candidate.offload for choice in found.best):
         flag = "--offload-activations on"
         yield f"{flag}: no GPU has timed it; rows have it where no recomputation makes AIAO fit"
     yield from _in_16_bits(found)
+    yield from _coded(found)
+    yield from of_stock_first(found, own) if own else ()
     cases = gains(found, shape, cluster)
     yield from _assumptions(found, cases)
     yield from _where_experts_sit(found.choice.candidate, cluster)
@@ -75,11 +85,18 @@ def verdict(found: Search, cases: Sequence[Case]) -> str:
     if not cases:
         return "no stock configuration fits; use these flags"
     worst, most = min(cases, key=lambda case: case.gain), max(case.gain for case in cases)
+    stock, ours = found.same_layout, found.ours
+    alike = "no stock configuration fits"
+    if stock is not None and ours is not None:
+        alike = faster(stock.iteration_s / ours.iteration_s - 1)
+    waits = found.best_stock is not None and found.best_stock.candidate.num_ranks > 1
+    rests = ", if stock waits for its sends, which no GPU has confirmed" if waits else ""
+    gains = f"same layout: {alike}; best layout of each: {faster_between(worst.gain, most)}{rests}"
     if worst.gain > 0:
-        return f"{worst.gain:.1%} to {most:.1%} faster than stock Megatron, with these flags"
+        return f"{gains}; with these flags"
     return (
-        f"measure first: {-worst.gain:.1%} slower to {most:.1%} faster than stock Megatron; what "
-        f"decides is {worst.decides}: {worst.measure}; ours has these flags"
+        f"measure first: {gains}; what decides is {worst.decides}: {worst.measure}; ours has "
+        "these flags"
     )
 
 
@@ -149,15 +166,17 @@ def seconds(time_s: float) -> str:
     return f"{time_s:.3f}s" if time_s >= 0.1 else f"{1e3 * time_s:.3f}ms"
 
 
-def _table(found: Search) -> Iterator[str]:
+def _table(found: Search, own: JudgedCandidate | None = None) -> Iterator[str]:
     """Yield rows by time; what takes as long at the same sizes is one row, with what differs."""
     stock = found.best_stock
-    rows = [*found.best, *([stock] if stock and stock not in found.best else ())]
+    rows = [*found.best]
+    rows += [row for row in dict.fromkeys((stock, found.same_layout)) if row and row not in rows]
     groups: list[list[JudgedCandidate]] = []
-    for row in sorted(rows, key=lambda row: row.iteration_s):
+    for row in sorted((*rows, *([own] if own else ())), key=lambda row: row.iteration_s):
         for group in groups:
             near = row.iteration_s <= (1 + _SAME) * group[0].iteration_s
-            if near and _columns(row)[:5] == _columns(group[0])[:5]:
+            alone = own is row or own is group[0]
+            if near and not alone and _columns(row)[:5] == _columns(group[0])[:5]:
                 group.append(row)
                 break
         else:
@@ -168,10 +187,12 @@ def _table(found: Search) -> Iterator[str]:
     for group in groups:
         first, *alike = sorted(group, key=lambda row: row is not found.choice)
         columns = _columns(first)
+        if first is own:
+            columns = (*columns[:7], f"yours: {columns[7]}")
         memory = f"{first.device_bytes / 2**30:.1f}"
         limit = first.limit.replace("computation", "compute")
         text = _ROW.format(seconds(first.iteration_s), memory, *columns[:7], limit, columns[7])
-        yield text if len(text) <= WIDTH else f"{text[: -len(columns[7])]}\n    {columns[7]}"
+        yield from wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
         shown = {columns[5:]}
         for row in alike:
             if (other := _columns(row)[5:]) not in shown:
@@ -186,12 +207,22 @@ def _columns(choice: JudgedCandidate) -> tuple[str, ...]:
     sizes = setup.data_parallel, c.num_ranks, setup.tensor_parallel, c.num_segments
     sums = "shard" if setup.distributed_optimizer else "whole"
     name = c.name
+    layers = c.layers if len({*c.layers}) > 1 else ()
+    for what, counts in (("layers", layers), ("recompute", c.recompute_layers)):
+        if counts:
+            name += f" {what}={_in_runs(counts)}"
     if setup.context_parallel > 1:
         name += f" cp={setup.context_parallel}"
     if setup.expert_parallel > 1:
         name += f" ep={setup.expert_parallel}"
     recompute = "stage" if c.recompute_layers else _SHORT[setup.recompute]
     return (*map(str, (*sizes, setup.microbatch_size)), sums, recompute, name)
+
+
+def _in_runs(counts: Sequence[int]) -> str:
+    """Spell the numbers of stages: ``13x2,12,10``."""
+    runs = ((count, sum(1 for _ in run)) for count, run in groupby(counts))
+    return ",".join(f"{count}x{times}" if times > 1 else str(count) for count, times in runs)
 
 
 def _in_16_bits(found: Search) -> Iterator[str]:
@@ -202,10 +233,15 @@ def _in_16_bits(found: Search) -> Iterator[str]:
     for choice in found.in_16_bits:
         c, setup = choice.candidate, choice.candidate.setup
         before = found.best_stock if c.is_stock else found.ours
-        less = 0.0 if before is None else 1 - choice.iteration_s / before.iteration_s
+        gain = 0.0 if before is None else before.iteration_s / choice.iteration_s - 1
         sums = "--use-distributed-optimizer" if setup.distributed_optimizer else "an all-reduce"
-        yield f"  {seconds(choice.iteration_s)}, {less:.1%} less: {c.name} with {sums}"
+        yield f"  {seconds(choice.iteration_s)}, {faster(gain)}: {c.name} with {sums}"
         yield "    " + "\n      ".join(["--grad-reduce-in-bf16", *sums_of(setup)])
+    gaining = {choice.candidate.is_stock for choice in found.in_16_bits}
+    for is_stock, best in ((False, found.ours), (True, found.best_stock)):
+        if best is not None and is_stock not in gaining:
+            replicas = "" if best.candidate.setup.num_replicas > 1 else ", as it has no replicas"
+            yield f"  gains nothing: {best.candidate.name}{replicas}"
     if all(choice.candidate.setup.accumulates_in_fp32 for choice in found.in_16_bits):
         yield "  micro-batches add up in 32 bits; what a replica sends is rounded to 16"
     else:
@@ -213,12 +249,61 @@ def _in_16_bits(found: Search) -> Iterator[str]:
         yield f"  room for {LOCAL_FP32} all"
 
 
+def _coded(found: Search) -> Iterator[str]:
+    """Say how fast coded all-gathers are on both sides, against the best of stock without."""
+    for number, choice in enumerate(found.coded):
+        c = choice.candidate
+        if number == 0:
+            yield (
+                "with --delta-param-gather, which trains the same bit for bit, at "
+                f"{c.setup.gathered_bits:.1f} of 16 bits a parameter:"
+            )
+        stock = found.best_stock
+        gain = stock.iteration_s / choice.iteration_s - 1 if stock else 0.0
+        than = f", {faster(gain)} than the best stock without it" if stock else ""
+        yield f"  {seconds(choice.iteration_s)}{than}: {c.name}"
+
+
+def of_stock_first(found: Search, own: Yours) -> Iterator[str]:
+    """Yield by how much each of stock's flags makes the user's run faster, then all together."""
+    before_s = own.run.iteration_s
+
+    def row(run: JudgedCandidate, what: str) -> Iterator[str]:
+        return _wrapped(f"  {faster(before_s / run.iteration_s - 1):>13}  {what}", 17)
+
+    yield f"yours takes {seconds(before_s)}; try these of stock's flags first, each alone:"
+    gaining = [one for one in own.alone if before_s / one.run.iteration_s - 1 >= _SHOWN]
+    for one in gaining:
+        note = ", which changes results" if one.flags in CHANGES_RESULTS else ""
+        yield from row(one.run, one.flags + note)
+    if others := [one.flags for one in own.alone if one not in gaining]:
+        yield from _wrapped(f"  gain nothing: {', '.join(others)}", 4)
+    yield from _wrapped(f"  not modelled: {', '.join(NOT_MODELLED)}", 4)
+    for title, stock in (("same layout", own.same_layout), ("any layout", found.best_stock)):
+        if stock is not None:
+            yield from row(stock, f"stock, {title}: {in_full(stock.candidate)}")
+    if own.coded is not None:
+        yield from row(own.coded, "FOLD3D, your schedule: --delta-param-gather on")
+    if not found.choice.candidate.is_stock:
+        alike = found.choice.candidate.layout == own.run.candidate.layout
+        layout = "same layout" if alike else "any layout"
+        yield from row(found.choice, f"FOLD3D, {layout}: {found.choice.candidate.name}")
+
+
+def _wrapped(text: str, indent: int) -> Iterator[str]:
+    """Yield a line, broken at words."""
+    further = " " * indent
+    return iter(
+        wrap(text, WIDTH, subsequent_indent=further, break_on_hyphens=False, break_long_words=False)
+    )
+
+
 def _assumptions(found: Search, cases: Sequence[Case]) -> Iterator[str]:
     """Say what the gain rests on."""
     if not cases or found.choice.candidate.is_stock:
         return
-    yield "the best of ours is faster than the best of stock by"
+    yield "the best of ours against the best of stock, any layout:"
     first, *others = cases
-    yield f"  {first.gain:>6.1%}  {first.assumption}"
+    yield f"  {faster(first.gain):>13}  {first.assumption}"
     for case in others:
-        yield f"  {case.gain:>6.1%}  if {case.assumption}"
+        yield f"  {faster(case.gain):>13}  if {case.assumption}"

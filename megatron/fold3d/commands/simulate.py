@@ -4,6 +4,7 @@ import json
 import shlex
 from argparse import ArgumentError, ArgumentParser, Namespace
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from megatron.fold3d.commands.cost_sources import (
     on_cluster,
     on_queues,
 )
-from megatron.fold3d.commands.job import config_of, left_out, run_of
+from megatron.fold3d.commands.job import config_of, default_queues, left_out, run_of
 from megatron.fold3d.commands.megatron_flags import Described, add_training_flags, given_training
 from megatron.fold3d.commands.plan_sizes import in_words
 from megatron.fold3d.commands.simulate_report import (
@@ -29,12 +30,14 @@ from megatron.fold3d.commands.simulate_report import (
 )
 from megatron.fold3d.commands.timeline_picture import draw
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.plan.device_queues import CONNECTIONS
 from megatron.fold3d.plan.files import read_plan
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.search.planner import strongest_stock
 from megatron.fold3d.predict.search.settled import PredictedRun
 
 EXAMPLE = "fold3d simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
@@ -98,7 +101,7 @@ def run(args: Namespace) -> int:
         complain(f"{asked.config.plan_file}: {error}")
         return REJECTED
     if asked.config.choice.order == AUTO:
-        write(_what_auto_would_try(args, asked.run, asked.config))
+        write(_what_auto_would_try(args, asked))
         return OK
     report = _report(asked)
     reports = [report, *(_beside(args, flags, report) for flags in args.beside)]
@@ -118,8 +121,12 @@ def _asked(args: Namespace, said: Described) -> _Asked:
             "a model without --cluster: what it takes depends on the GPUs; give --cluster NAME, or "
             "times with --seconds or --costs"
         )
-    said.args.cuda_device_max_connections = _connections(args, said.args, hardware)
+    connections = args.cuda_connections
+    said.args.cuda_device_max_connections = str(connections or default_queues(said.args, hardware))
     config = config_of(said, hardware)
+    if args.grad_sync_launches is not None and word_of(said.args).value("slices") is None:
+        whole = replace(config.choice, slices=None)  # its sums are cut as that says
+        config = replace(config, job=replace(config.job, choice=whole))
     costs = in_numbers(args) if hardware is None else on_cluster(said.model(), hardware)
     shape = said.shape if hardware else None
     costs = on_queues(costs, args.cuda_connections, args.grad_sync_launches)
@@ -137,8 +144,8 @@ def _check_plan(config: Fold3DConfig) -> None:
 def _report(asked: _Asked) -> Report:
     """Settle what is open in a run, and simulate it."""
     said, its = asked.said, asked.run
-    its, order = its.settled()
-    found = its.simulated(order)
+    its = its.settled()
+    found = its.simulated()
     return Report(
         name=_name(its, asked.config, said),
         run=its,
@@ -194,14 +201,6 @@ def _check_options(args: Namespace) -> None:
         )
 
 
-def _connections(args: Namespace, flags: Namespace, hardware: Cluster | None) -> str:
-    """Return what CUDA_DEVICE_MAX_CONNECTIONS will be: one queue where Megatron demands it."""
-    if args.cuda_connections is not None:
-        return str(args.cuda_connections)
-    shares = max(flags.tensor_model_parallel_size, flags.context_parallel_size) > 1
-    return "1" if hardware is not None and shares and not hardware.is_blackwell else "8"
-
-
 def _check_costs(its: PredictedRun, said: Described) -> None:
     """Refuse what costs say nothing of.
 
@@ -246,22 +245,27 @@ def _check_costs(its: PredictedRun, said: Described) -> None:
             raise ValueError(f"{flag}: it is for the layers of a model; give a model and --cluster")
 
 
-def _what_auto_would_try(args: Namespace, its: PredictedRun, config: Fold3DConfig) -> str:
+def _what_auto_would_try(args: Namespace, asked: _Asked) -> str:
     """Return what ``--schedule auto`` would try in training with these costs, as text or JSON."""
     if given := [f"--{name}" for name in ("svg", "html") if getattr(args, name)]:
         raise ValueError(
             f"{given[0]} with --schedule auto: it says which settings training would try; drop it, "
             "or name a schedule"
         )
-    stock, *tried = auto_tries.tries(its, config)
+    its, hardware = asked.run, asked.hardware
+    stock, *tried = auto_tries.tries(its, asked.config)
+    alike = None
+    if its.shape is not None and hardware is not None:
+        alike = strongest_stock(its.shape, hardware, its.candidate)
     if args.json:
         row, *rows = (
             {"schedule": str(one.choice), "seconds": one.seconds} for one in (stock, *tried)
         )
-        return json.dumps({"stock": row, "tries": rows}) + "\n"
+        best = alike and {"schedule": alike.candidate.name, "seconds": alike.iteration_s}
+        return json.dumps({"same_layout": best, "stock": row, "tries": rows}) + "\n"
     c = its.candidate
     sizes = in_words(c.num_ranks, c.num_segments, c.num_microbatches)
-    return "\n".join([f"auto: {sizes}", *auto_tries.lines(stock, tried)]) + "\n"
+    return "\n".join([f"auto: {sizes}", *auto_tries.lines(stock, tried, alike)]) + "\n"
 
 
 def _name(its: PredictedRun, config: Fold3DConfig, said: Described) -> str:

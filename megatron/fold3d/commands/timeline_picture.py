@@ -54,7 +54,6 @@ def draw(asked: str, title: str, views: Sequence[View]) -> bytes:
 
     Args:
         asked: the option that asks for it.
-        title: the title, in bold above them.
         views: simulated or measured runs; the name of one that is alone is not shown.
 
     Raises:

@@ -30,7 +30,8 @@ _DECIDED = frozenset(
         *("decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split"),
         *("account-for-loss-in-pipeline-split", "overlap-p2p-communication-warmup-flush"),
         *("microbatch-group-size-per-virtual-pipeline-stage", "overlap-grad-reduce"),
-        *("use-distributed-optimizer", "overlap-param-gather"),
+        *("use-distributed-optimizer", "overlap-param-gather", "no-align-grad-reduce"),
+        "num-distributed-optimizer-instances",
         *("schedule", "segments", "shard-segments", "preemptive-comm", "offload-activations"),
         *("model", "tp", "pp", "dp", "microbatches", "layers", "recompute", "fp32"),
     )
@@ -97,10 +98,10 @@ def without(words: Iterable[str], names: Container[str]) -> Iterator[str]:
     return (word for name, word in _by_flag(words) if name not in names)
 
 
-def to_drop(words: Iterable[str], flags: str) -> Iterator[str]:
-    """Yield a user's flags that the planner decides and has not among its own ``flags``."""
+def to_drop(words: Iterable[str], flags: str) -> Iterable[str]:
+    """Return the names of flags in a script that the planner decides and has not in ``flags``."""
     own = _DECIDED - {name for name, _ in _by_flag(flags.split())}
-    return (word for name, word in _by_flag(words) if name in own)
+    return dict.fromkeys(f"--{name}" for name, _ in _by_flag(words) if name in own)
 
 
 def _by_flag(words: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -160,6 +161,12 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         yield "--overlap-grad-reduce"
     if candidate.setup.distributed_optimizer:
         yield "--use-distributed-optimizer --overlap-param-gather"
+    if candidate.setup.gathered_bits:
+        yield "--delta-param-gather on"
+    if (instances := candidate.setup.optimizer_instances) > 1:
+        yield f"--num-distributed-optimizer-instances {instances}"
+    if not candidate.aligned:
+        yield "--no-align-grad-reduce"
     if candidate.shards != "off":
         yield f"--shard-segments {candidate.shards}"
     if choice.pairs:  # run without dropout, and only Megatron's own layers hand over

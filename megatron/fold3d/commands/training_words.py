@@ -5,21 +5,22 @@ our own rules read, with Megatron's defaults. Other flags of a training are pass
 take short forms beside them.
 """
 
-import re
-import shlex
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from textwrap import wrap
 from typing import Any, get_args
 
 from megatron.fold3d.commands.console import suggestion
 from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.config.all_flags import add_arguments
+from megatron.fold3d.config.gpu_settings import has_fusion_kernel
 from megatron.fold3d.config.recompute_flags import counts_or_auto
-from megatron.fold3d.config.retired_flags import add_retired_flags
-from megatron.fold3d.config.settings import attribute_of
+from megatron.fold3d.config.schedule_flags import word_of
+from megatron.fold3d.config.settings import asked, attribute_of
 from megatron.fold3d.config.spelling import flag_of, typed
+from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.predict.cost_model.presets import FIELDS
 from megatron.fold3d.predict.cost_model.sizes import Recompute
 
@@ -35,11 +36,38 @@ _IF_ASKED = ("num_query_groups", "rotary_base", "moe_router_topk", *LATENT)
 SIZES = {name: field for name, field in FIELDS.items() if name not in _IF_ASKED}
 """Fields of a shape that a flag alone gives, by Megatron's attribute."""
 NOT_MODELLED = {
-    "hybrid_layer_pattern": "layers that are no transformer's",
+    **dict.fromkeys(
+        ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"),
+        "layers that are no transformer's",
+    ),
+    "experimental_attention_variant": "other attention than a transformer's",
+    "spec": "layers of a specification of your own",
+    "decoder_num_layers": "an encoder with a decoder",
     "mtp_num_layers": "the layers of multi-token prediction",
     "heterogeneous_layers_config_path": "layers that differ",
     "heterogeneous_layers_config_encoded_json": "layers that differ",
     "yaml_cfg": "a file of options",
+}
+# Flags that change memory or time, and that no prediction counts, with their defaults as below.
+_NOT_COUNTED: Mapping[str, Any] = {
+    "window_size": str,
+    **dict.fromkeys(("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"), float),
+    "cpu_offloading_num_layers": 0,
+    "mlp_chunks_for_training": 1,
+    "cuda_graph_impl": "none",
+    "te_precision_config_file": str,
+    **dict.fromkeys(
+        (
+            *("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization"),
+            *("moe_router_padding_for_fp8", "moe_layer_recompute", "moe_paged_stash"),
+            *("fp32_residual_connection", "cross_entropy_loss_fusion", "fp16_lm_cross_entropy"),
+            *("fine_grained_activation_offloading", "distribute_saved_activations"),
+            *("use_precision_aware_optimizer", "fp8_param_gather", "fp4_param_gather"),
+            *("reuse_grad_buf_for_mxfp8_param_ag", "hybrid_context_parallel", "tp_comm_overlap"),
+            *("delay_wgrad_compute", "moe_shared_expert_overlap"),
+        ),
+        False,
+    ),
 }
 
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
@@ -51,10 +79,13 @@ _FLAGS: Mapping[str, Any] = {
             *("expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank"),
             *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
             *("decoder_last_pipeline_num_layers", "recompute_num_layers"),
-            "microbatch_group_size_per_virtual_pipeline_stage",
+            *("microbatch_group_size_per_virtual_pipeline_stage", "padded_vocab_size"),
+            *("decoder_num_layers", "tensor_parallel_num_weight_shards"),
+            "expert_tensor_parallel_num_weight_shards",
         ),
         int,
     ),
+    **_NOT_COUNTED,
     **LATENT,
     **dict.fromkeys(
         (
@@ -65,6 +96,8 @@ _FLAGS: Mapping[str, Any] = {
         1,
     ),
     "make_vocab_size_divisible_by": 128,
+    "init_method_std": 0.02,
+    "lr": float,
     "rotary_base": 10_000,
     "moe_router_topk": 2,
     **dict.fromkeys(_DROPOUTS, float),
@@ -73,10 +106,12 @@ _FLAGS: Mapping[str, Any] = {
             *("recompute_granularity", "recompute_method", "fp8_format", "fp4_format"),
             *("pipeline_model_parallel_layout", "hybrid_layer_pattern", "yaml_cfg"),
             *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
-            "moe_layer_freq",
+            *("moe_layer_freq", "hybrid_override_pattern", "experimental_attention_variant"),
         ),
         str,
     ),
+    "attention_backend": "auto",
+    "softmax_type": "vanilla",
     "moe_token_dispatcher_type": "allgather",
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
@@ -84,7 +119,7 @@ _FLAGS: Mapping[str, Any] = {
     "main_grads_dtype": "fp32",
     "optimizer": "adam",
     "fp8_recipe": "delayed",
-    **dict.fromkeys(("recompute_modules", "moe_router_load_balancing_type"), list),
+    **dict.fromkeys(("recompute_modules", "moe_router_load_balancing_type", "spec"), list),
     "ddp_param_name_patterns_for_fp32_local_accumulation": [],
     **dict.fromkeys(
         (
@@ -95,7 +130,9 @@ _FLAGS: Mapping[str, Any] = {
             *("accumulate_allreduce_grads_in_fp32", "ddp_reduce_scatter_with_fp32_accumulation"),
             *("recompute_activations", "optimizer_cpu_offload", "overlap_moe_expert_parallel_comm"),
             *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-            *("deterministic_mode", "use_torch_fsdp2", "use_megatron_fsdp", "moe_layer_recompute"),
+            *("deterministic_mode", "use_torch_fsdp2", "use_megatron_fsdp", "is_hybrid_model"),
+            *("quick_geglu", "use_rotary_position_embeddings", "attention_output_gate"),
+            "moe_shared_expert_gate",
         ),
         False,
     ),
@@ -106,13 +143,13 @@ _FLAGS: Mapping[str, Any] = {
 _SWITCHED_OFF = {
     "disable_bias_linear": "add_bias_linear",
     "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
+    "no_align_grad_reduce": "align_grad_reduce",
     "no_align_param_gather": "align_param_gather",
 }
 # What our rules read of a run where no flag says otherwise.
 _OF_RUNS: Mapping[str, Any] = {
     "moe_layer_freq": 1,
     "moe_router_load_balancing_type": "aux_loss",
-    "cuda_graph_impl": "none",
     "overlap_p2p_comm": True,
     "timing_log_level": 0,
     "distributed_timeout_minutes": 10,
@@ -120,8 +157,7 @@ _OF_RUNS: Mapping[str, Any] = {
     **dict.fromkeys(
         (
             *("use_checkpoint_args", "use_mp_args_from_checkpoint_args", "encoder_num_layers"),
-            *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
-            *("tp_comm_overlap", "loss_scale", "train_iters"),
+            *("loss_scale", "train_iters"),
         )
     ),
 }
@@ -137,26 +173,11 @@ _SHORT = {
     "recompute": "none, selective or full, in place of --recompute-granularity",
     "fp32": "train in 32 bits",
 }
-# Options of commands that were a language of their own.
-_RETIRED = {
-    "--forward-s": "--seconds forward={}",
-    "--backward-s": "--seconds backward={}",
-    "--recompute-s": "--seconds recompute={}",
-    "--p2p-s": "--seconds p2p={}",
-    "--grad-sync-s": "--seconds sum={}",
-    "--tp-sync-s": "--seconds tp={}",
-    "--distributed-optimizer": "--use-distributed-optimizer",
-    "--grad-sync": "--schedule ORDER:step=next for deferred; serial is a --global-batch-size "
-    "without --overlap-grad-reduce",
-    "--iterations": "nothing: iterations are repeated until they are alike",
-}
 _OURS = (
     *("--schedule", "--segments", "--shard-segments", "--preemptive-comm", "--microbatches"),
     *("--recompute-layers", "--offload-activations", "--lazy-inter-segment", "--model-preset"),
 )
 _MISSPELT = 0.85  # Megatron's own flags are less like ours
-_VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
-_ASSIGNMENT = re.compile(r"\s*(?:export\s+|local\s+|readonly\s+)?(\w+)\+?=(.*)", re.S)
 
 
 def read_words(words: Sequence[str], typed: Sequence[str] = ()) -> Namespace:
@@ -181,34 +202,47 @@ def read_words(words: Sequence[str], typed: Sequence[str] = ()) -> Namespace:
             raise ValueError(f"there is no {word}; did you mean {near[0]}?")
     if unknown:
         hint = suggestion(unknown, parser._option_string_actions)
+        if not hint and unknown[0].startswith("--"):
+            hint = "; a flag of Megatron's that says nothing here goes behind --"
         raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     _write_out(args)
     return args
 
 
-def script_words(text: str) -> Iterator[str]:
-    """Yield the words of a shell script; of its variables those that it gives a value."""
-    values: dict[str, str] = {}
-    for line in re.sub(r"\\\n", " ", text).splitlines():
-        assigned = _ASSIGNMENT.fullmatch(line)
-        if assigned and not assigned[2].lstrip().startswith("("):
-            value = " ".join(_words(assigned[2], values))
-            values[assigned[1]] = value
-            line = value if "--" in value else ""
-        elif assigned:
-            line = assigned[2].strip().strip("()")
-        yield from _words(line, values)
+def unread(words: Sequence[str], typed: Sequence[str]) -> Mapping[str, str]:
+    """Return the flags, with their values, of which the last is a script's that could not be read.
+
+    Args:
+        words: as of `read_words`, with a dollar sign where a part could not be read.
+        typed: likewise.
+    """
+    known = _parser()._option_string_actions
+    values = {
+        flag: value if is_whole else following
+        for word, following in pairwise((*words, "--"))
+        for flag, is_whole, value in [word.partition("=")]
+    }
+    return {
+        flag: value
+        for flag, value in values.items()
+        if flag in known and known[flag].nargs != 0 and "$" in value and flag not in typed
+    }
 
 
-def _words(line: str, values: Mapping[str, str]) -> Iterator[str]:
-    try:
-        found = shlex.split(line, comments=True)
-    except ValueError:  # a quote that another line closes
-        found = line.replace('"', " ").replace("'", " ").split()
-    for word in found:
-        yield from _VARIABLE.sub(
-            lambda name: values.get(name[1] or name[3], (name[2] or "").strip("\"'")), word
-        ).split()
+def not_counted(args: Namespace) -> Iterator[str]:
+    """Yield the flags of a model that change memory or time, and that no prediction counts."""
+    for name, known in _NOT_COUNTED.items():
+        default = None if isinstance(known, type) else known
+        if getattr(args, name, default) not in (None, default):
+            yield flag_of(name)
+    yield from (
+        flag_of(name)
+        for name in (
+            "tensor_parallel_num_weight_shards",
+            "expert_tensor_parallel_num_weight_shards",
+        )
+        if asked(args, f"{flag_of(name)} above the ranks")
+    )
 
 
 def help_of_flags(rule: str) -> str:
@@ -228,7 +262,6 @@ def help_of_flags(rule: str) -> str:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_arguments(parser)
-    add_retired_flags(parser, _RETIRED)
 
     kinds: Mapping[type, Mapping[str, Any]] = {
         bool: {"action": "store_true"},
@@ -248,11 +281,12 @@ def _parser() -> ArgumentParser:
 
 
 def _with_values(parser: ArgumentParser, words: Sequence[str]) -> Iterator[str]:
-    """Yield the words without known flags that lack their value, as a script's variable may."""
+    """Yield the words without what could not be read, and known flags that lack their value."""
     known = parser._option_string_actions
-    for word, following in zip(words, (*words[1:], "--")[: len(words)], strict=True):
+    for word, following in pairwise((*words, "--")):
         takes_value = word in known and known[word].nargs != 0 and known[word].nargs != "?"
-        if not (takes_value and following.startswith("--")):
+        lacks_value = following.startswith("--") or "$" in following
+        if not (takes_value and lacks_value) and "$" not in word:
             yield word
 
 
@@ -266,7 +300,8 @@ def _write_out(args: Namespace) -> None:
             setattr(args, name, size)
     if args.tp is not None:
         args.sequence_parallel = args.tp > 1
-    if args.microbatches is not None:
+    has_plan = file_of(word_of(args).order) is not None and args.global_batch_size is None
+    if args.microbatches is not None or has_plan:  # a schedule, and no training
         args.overlap_grad_reduce = True
         args.overlap_param_gather = args.use_distributed_optimizer
     for name in _DROPOUTS:
@@ -276,6 +311,8 @@ def _write_out(args: Namespace) -> None:
         args.transformer_impl, args.gradient_accumulation_fusion = "local", False
     elif args.recompute is not None:
         args.recompute_granularity = args.recompute
+    if args.transformer_impl == "local" and not has_fusion_kernel():  # as training assumes
+        args.gradient_accumulation_fusion = False
     if args.recompute_activations and args.recompute_granularity is None:
         args.recompute_granularity = "selective"
     if isinstance(args.layers, tuple):

@@ -4,10 +4,9 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron.fold3d.config.fold3d_config import Device, Offload
+from megatron.fold3d.config.fold3d_config import DeltaGather, Device, Offload
 from megatron.fold3d.config.gpu_settings import traffic_classes
 from megatron.fold3d.config.recompute_flags import counts_or_auto
-from megatron.fold3d.config.retired_flags import add_retired_flags
 from megatron.fold3d.config.schedule_flags import add_schedule_word, word_of
 from megatron.fold3d.config.segment_flags import segments_or_auto, virtual_stage_flag
 from megatron.fold3d.plan.schedule_word import AUTO, ORDERS, PLAN, VALUES
@@ -80,6 +79,14 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "they wait until they are used.",
     )
     group.add_argument(
+        "--delta-param-gather",
+        choices=get_args(DeltaGather),
+        help="With the distributed optimizer, gather what a step has changed in place of whole "
+        "parameters: a few of their 16 bits, and the same parameters bit for bit. auto measures in "
+        "the first step if that is faster, and leaves it otherwise (default: auto with --schedule "
+        "auto, else off).",
+    )
+    group.add_argument(
         "--traffic-class",
         type=traffic_classes,
         default={},
@@ -121,7 +128,6 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "run can begin, 2 if not. Needs no GPU and no torchrun. With a cluster as a100x128-200g, "
         "or a file of `fold3d doctor --write-cluster`, also predict the time of an iteration.",
     )
-    add_retired_flags(group)
     return parser
 
 

@@ -46,8 +46,12 @@ def reduces_early(args: Namespace) -> bool:
 
 
 def gathers_by_plan(args: Namespace) -> bool:
-    """Return True if actions of the plan gather the parameters of a distributed optimizer."""
-    return bool(args.overlap_param_gather and args.align_param_gather)
+    """Return True if actions of the plan gather the parameters of a distributed optimizer.
+
+    DDP's hooks then only wait: `launch.install` lets Megatron align all-gathers, with one segment
+    too, since hooks that are not aligned start the next bucket's.
+    """
+    return bool(args.overlap_param_gather)
 
 
 def delays_dp_sync(args: Namespace) -> Iterator[str]:
@@ -83,13 +87,8 @@ def cuts_every_segment(args: Namespace) -> bool:
     )
 
 
-def place_problems(args: Namespace, num_segments: int) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per setting that `wgrad=behind` cannot run with.
-
-    Args:
-        args: Megatron's namespace.
-        num_segments: segments per rank; 0 if not known yet.
-    """
+def place_problems(args: Namespace) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per setting that `wgrad=behind` cannot run with."""
     found, sharded = spelled_parts(args, "wgrad", "behind"), args.use_distributed_optimizer
     schedule = word_of(args).order
     if not found or file_of(schedule) or schedule in _ELSEWHERE:
@@ -104,16 +103,10 @@ def place_problems(args: Namespace, num_segments: int) -> Iterator[str]:
             f"{found} without --overlap-grad-reduce: Megatron then reduces all gradients at the "
             "end of the iteration; add --overlap-grad-reduce, or give last"
         )
-    elif sharded and num_segments == 1:
-        yield (
-            f"{found} with --use-distributed-optimizer and one segment: it needs a plan that "
-            "gathers parameters, and Megatron turns alignment of gathers off where there are no "
-            "virtual stages; give last, or --segments 2 or more"
-        )
     elif sharded and not gathers_by_plan(args):
         yield (
             f"{found} with --use-distributed-optimizer: it needs a plan that gathers parameters; "
-            "add --overlap-param-gather, without --no-align-param-gather"
+            "add --overlap-param-gather"
         )
     elif other := next(delays_dp_sync(args), None):
         yield (

@@ -8,11 +8,7 @@ from collections.abc import Iterator
 
 
 def format_problems(args: Namespace) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per option whose state would be lost.
-
-    Args:
-        args: Megatron's namespace, as parsed.
-    """
+    """Yield one message (found, rule, fix) per option whose state would be lost."""
     saves = args.save is not None and not args.no_save_optim
     loads = args.load is not None and not (args.no_load_optim or args.finetune or args.skip_train)
     if args.optimizer == "sgd":

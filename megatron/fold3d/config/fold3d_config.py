@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.fold3d.plan.choice import Choice, file_of, free_values
-from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 
 Device = Literal["cuda", "cpu"]
 Offload = Literal["off", "auto", "on"]
+DeltaGather = Literal["off", "auto", "on"]
 
 # A slice has to take much longer than its launch, and much less than an activation's transfer.
 SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 1 << 19}
@@ -24,10 +25,10 @@ class Fold3DConfig:
     """One run's choices.
 
     Attributes:
-        choice: what the flags choose; what is left to measured times has the defaults.
-        features: what plans are made for, beside a choice.
+        job: what plans are made of, for any number of micro-batches; what is left to measured times
+            has the defaults.
         auto: the keys of the word whose values measured times choose.
-        num_ranks: pipeline ranks: Megatron's ``--pipeline-model-parallel-size``.
+        num_replicas: the most ranks that hold the same parameters; 0 if not known.
         has_engine_modules: whether the model's layers are Transformer Engine's.
         recompute_layers: how many layers each stage recomputes; None is Megatron's one number.
         auto_recompute_layers: whether measured bytes choose these numbers.
@@ -35,32 +36,29 @@ class Fold3DConfig:
         activation_memory_bytes: what saved activations may then take on a rank; None is what the
             GPU has left. Or the host memory that they have in the first iteration with offload;
             None is what ``saved_bytes`` gives.
-        parameter_share: bytes of a parameter, as a share of those of its gradient.
         clips_or_scales: whether Megatron may clip gradients, or skip a step over their norm or a
             loss scale.
-        trace: the folder that a trace is written to.
         trace_iterations: the iterations that are recorded; None is two after warm-up.
         records_tp_sync: whether a trace has tensor-parallel collectives.
         microbatch_flops: FLOPs of the model's forward and backward, for the trace; 0 if unknown.
         recomputed_flops: of what a backward computes again, likewise.
         cuts_every_segment: whether every segment's gradients are reduced in buckets.
-        ties_embeddings: whether the first and the last stage share word embeddings.
-        keeps_forwards: whether it has to keep stock's order of forwards, as with dropout.
+        ties_embeddings: whether the first and the last stage hold the same word embeddings.
+        keeps_forwards: whether it has to keep stock's order of forwards, as where forwards draw
+            random numbers.
         keeps_sums: whether it has to keep stock's sums over replicas bit for bit.
         preemptive_comm: whether transfers between pipeline ranks go before DP.sync.
         traffic_class: marks the packets of PP.sync (``pp``), of DP.sync (``dp``) or of both.
-        device: the device that Megatron trains on.
         offload_activations: whether saved activations go to host memory.
         lazy_inter_segment: whether transfers between segments wait in host memory.
         offload_everything: whether all large saved tensors are offloaded, not only those that
             recomputation starts from.
         saved_bytes: a lower bound on what one micro-batch's forward of a stage saves; 0 if unknown.
+        delta_param_gather: whether what a step has changed is gathered in place of parameters.
         distributed_timeout_minutes: how long a transfer may take before the job ends.
     """
 
-    choice: Choice
-    features: Features
-    num_ranks: int
+    job: Job
     device: Device
     distributed_timeout_minutes: float
     auto: Set[str] = frozenset()
@@ -69,7 +67,7 @@ class Fold3DConfig:
     auto_recompute_layers: bool = False
     recomputes_means: bool = False
     activation_memory_bytes: int | None = None
-    parameter_share: float = 1.0
+    num_replicas: int = 0
     clips_or_scales: bool = False
     trace: Path | None = None
     trace_iterations: range | None = None
@@ -86,6 +84,17 @@ class Fold3DConfig:
     preemptive_comm: bool = False
     traffic_class: Mapping[str, int] = field(default_factory=dict)
     saved_bytes: int = 0
+    delta_param_gather: DeltaGather = "off"
+
+    @property
+    def choice(self) -> Choice:
+        """What the flags choose."""
+        return self.job.choice
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks: Megatron's ``--pipeline-model-parallel-size``."""
+        return self.job.num_ranks
 
     @property
     def num_segments(self) -> int:
@@ -124,20 +133,21 @@ class Fold3DConfig:
         flags["wgrad"] = "wgrad=gaps"
         return next((flag for key, flag in flags.items() if key in self.auto), "")
 
-    def free(self, num_replicas: int) -> dict[str, tuple[str, ...]]:
+    def free(self) -> dict[str, tuple[str, ...]]:
         """Return the values of each key of a segment that measured times choose."""
-        cuts = self.choice.order != "auto" or self.may_cut_sums(num_replicas)
+        cuts = self.choice.order != "auto" or self.may_cut_sums
         free = free_values(
             defers="step" in self.auto and cuts,
             delays="wgrad" in self.auto,
             replicates="optimizer" in self.auto and cuts,
-            reduces_early=self.features.reduces_early,
+            reduces_early=self.job.reduces_early,
         )
         return free | ({"wgrad": ("backward", "gaps")} if self.choice.fills_gaps else {})
 
-    def may_cut_sums(self, num_replicas: int) -> bool:
-        """Return True if ``auto`` may cut gradients into other slices than stock.
+    @property
+    def may_cut_sums(self) -> bool:
+        """True if ``auto`` may cut gradients into other slices than stock.
 
         Sums over two replicas are the same in any order; over more, they are equal up to rounding.
         """
-        return num_replicas == 2 or (num_replicas > 2 and not self.keeps_sums)
+        return self.num_replicas == 2 or (self.num_replicas > 2 and not self.keeps_sums)

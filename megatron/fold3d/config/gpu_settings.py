@@ -10,7 +10,12 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-OFFLOAD_LIBRARY = Path(__file__).parents[1] / "runtime" / "offload" / "_offload.so"
+_RUNTIME = Path(__file__).parents[1] / "runtime"
+OFFLOAD_LIBRARY = _RUNTIME / "offload" / "_offload.so"
+DELTA_LIBRARIES = {  # with a dot in their names, no module of Python
+    "cpu": _RUNTIME / "grad_sync" / "delta_code.cpu.so",
+    "cuda": _RUNTIME / "grad_sync" / "delta_code.cuda.so",
+}
 FUSION_KERNEL = "fused_weight_gradient_mlp_cuda"  # of NVIDIA's apex
 BLACKWELL = 10  # major compute capability, before which Megatron asserts one hardware queue
 MOST_CONNECTIONS = 32  # hardware queues; CUDA takes more for 32
@@ -114,6 +119,14 @@ def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
             f"{' and '.join(asking)} without {OFFLOAD_LIBRARY}: on a GPU copies and host memory "
             "are its; run: make build-cuda"
         )
+
+
+def delta_library_problems(args: Namespace) -> Iterator[str]:
+    """Yield one message (found, rule, fix) if what ``--delta-param-gather on`` needs is missing."""
+    library = DELTA_LIBRARIES[args.device]
+    if args.delta_param_gather == "on" and not library.exists():
+        build = "make extension" if args.device == "cpu" else "make build-cuda"
+        yield f"--delta-param-gather on without {library}: it codes parameters; run: {build}"
 
 
 def traffic_classes(text: str) -> dict[str, int]:

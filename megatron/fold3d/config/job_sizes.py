@@ -44,6 +44,24 @@ def ranks_of_model(args: Namespace) -> int:
     return int(math.prod((*sizes, args.context_parallel_size)))
 
 
+def num_replicas(args: Namespace) -> int:
+    """Return the most ranks that hold the same parameters; 0 until their number is known.
+
+    Ranks that share a sequence hold the same layers, and reduce gradients as replicas do. An expert
+    may have more replicas than other layers: tensor-parallel ranks share a layer, and need not
+    share an expert.
+
+    Args:
+        args: Megatron's namespace, with the number of data-parallel ranks once it is known.
+    """
+    dense = (getattr(args, "data_parallel_size", None) or 0) * args.context_parallel_size
+    if not args.num_experts:
+        return int(dense)
+    in_layer = args.tensor_model_parallel_size
+    in_expert = args.expert_tensor_parallel_size or in_layer
+    return int(max(dense, dense * in_layer // (in_expert * args.expert_model_parallel_size)))
+
+
 def num_microbatches(args: Namespace) -> int:
     """Return the micro-batches of an iteration after ramp-up, of parsed or validated flags."""
     at_once = args.micro_batch_size * max(1, args.world_size // ranks_of_model(args))

@@ -8,6 +8,7 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megatron.fold3d.config.bucket_flags import (
     cuts_every_segment,
@@ -19,10 +20,16 @@ from megatron.fold3d.config.bucket_flags import (
 )
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import launch_problems, traffic_class_problems
-from megatron.fold3d.config.job_sizes import size_problems
+from megatron.fold3d.config.job_sizes import num_replicas, size_problems
 from megatron.fold3d.config.offload_flags import offloads_everything, saved_bytes
 from megatron.fold3d.config.recompute_flags import recompute_count_problems, recomputes_means
-from megatron.fold3d.config.refusals import may_defer, may_try, refusals, unknown_segments
+from megatron.fold3d.config.refusals import (
+    delta_param_gather,
+    may_defer,
+    may_try,
+    refusals,
+    unknown_segments,
+)
 from megatron.fold3d.config.schedule_flags import (
     group_of,
     measures_shares,
@@ -33,14 +40,15 @@ from megatron.fold3d.config.schedule_flags import (
     word_of,
 )
 from megatron.fold3d.config.segment_flags import num_segments, segment_problems
-from megatron.fold3d.config.settings import ties_embeddings
+from megatron.fold3d.config.settings import DRAWS, asked, ties_embeddings
 from megatron.fold3d.config.trace_flags import iterations, records_tp_sync, trace_problems
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.passes.transfers import RECEIVES_AHEAD
-from megatron.fold3d.plan.schedule_word import AUTO, VALUES, Word, chosen_by
+from megatron.fold3d.plan.schedule_word import AUTO, VALUES, Word
 
-_DRAWS = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "fp8", "fp4")
+if TYPE_CHECKING:
+    from megatron.fold3d.plan.passes.offload import OffloadChoice
 
 
 def read_config(args: Namespace) -> Fold3DConfig:
@@ -54,8 +62,8 @@ def read_config(args: Namespace) -> Fold3DConfig:
     """
     if not hasattr(args, "schedule"):
         raise ValueError(
-            "--yaml-cfg: Megatron then ignores the command line and with it --schedule, "
-            "--segments and --device; give the options as flags"
+            "--yaml-cfg: Megatron then ignores the command line and with it --schedule and all of "
+            "fold3d's flags; give the options as flags"
         )
     if problems := [*size_problems(args)]:  # the other rules divide by these sizes
         raise ValueError("\n".join(problems))
@@ -68,7 +76,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         *refusals(args),
         *unknown_segments(args, segments),
         *share_problems(args),
-        *place_problems(args, segments),
+        *place_problems(args),
         *recompute_count_problems(args, segments),
         *trace_problems(args),
         *launch_problems(args),
@@ -76,14 +84,12 @@ def read_config(args: Namespace) -> Fold3DConfig:
     ]
     if problems:
         raise ValueError("\n".join(problems))
-    is_small = args.bf16 or args.fp16
     # Megatron 0.19.2 has no flag for the threshold; an attribute set in another way is obeyed.
     skips = math.isfinite(getattr(args, "grad_norm_skip_threshold", math.inf))
     return Fold3DConfig(
-        choice=_choice(args, segments),
-        features=_features(args),
+        job=_job(args, segments),
         auto=frozenset(_measured_keys(args)),
-        num_ranks=args.pipeline_model_parallel_size,
+        num_replicas=num_replicas(args),
         device=args.device,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         has_engine_modules=args.transformer_impl == "transformer_engine",
@@ -91,7 +97,6 @@ def read_config(args: Namespace) -> Fold3DConfig:
         auto_recompute_layers=args.recompute_layers == AUTO,
         recomputes_means=recomputes_means(args),
         activation_memory_bytes=args.activation_memory_bytes,
-        parameter_share=0.5 if is_small and args.accumulate_allreduce_grads_in_fp32 else 1.0,
         clips_or_scales=bool(args.clip_grad > 0 or skips or args.fp16 or args.loss_scale),
         trace=args.trace,
         trace_iterations=iterations(args.trace_iterations),
@@ -101,11 +106,13 @@ def read_config(args: Namespace) -> Fold3DConfig:
         offload_everything=offloads_everything(args),
         cuts_every_segment=cuts_every_segment(args),
         ties_embeddings=ties_embeddings(args),
-        keeps_forwards=schedule == AUTO and any(getattr(args, name, None) for name in _DRAWS),
+        keeps_forwards=schedule == AUTO
+        and any(asked(args, setting) for setting in (*DRAWS, "--fp8-format", "--fp4-format")),
         keeps_sums=schedule == AUTO and bool(getattr(args, "deterministic_mode", False)),
         preemptive_comm=args.preemptive_comm,
         traffic_class=args.traffic_class,
         saved_bytes=saved_bytes(args, segments),
+        delta_param_gather=delta_param_gather(args),
     )
 
 
@@ -116,7 +123,7 @@ def _choice(args: Namespace, num_segments: int) -> Choice:
     if not num_segments:
         return plain
     given = (part for key in VALUES for part in parts_of(args, key) if part.value != AUTO)
-    choice = chosen_by(Word(word.order, tuple(given)), plain)
+    choice = plain.chosen(Word(word.order, tuple(given)))
     all_at_once = choice.carries and choice.share is None and not measures_shares(args)
     return replace(
         choice,
@@ -126,17 +133,29 @@ def _choice(args: Namespace, num_segments: int) -> Choice:
     )
 
 
-def _features(args: Namespace) -> Features:
-    return Features(
+def _job(args: Namespace, num_segments: int) -> Job:
+    is_small = args.bf16 or args.fp16
+    return Job(
+        choice=_choice(args, num_segments),
+        num_ranks=args.pipeline_model_parallel_size,
         steps_shards=bool(args.use_distributed_optimizer),
         gathers_params=gathers_by_plan(args),
-        shards_params=args.shard_segments != "off",
-        shards_grads=args.shard_segments == "gradients",
+        shards=args.shard_segments,
         grad_sync="overlap" if args.overlap_grad_reduce else "serial",
         reduces_early=reduces_early(args),
         receives_late=has_one_queue(args),
         receives_ahead=RECEIVES_AHEAD if args.device == "cpu" else 1,
+        offload=_offload(args),
+        parameter_share=0.5 if is_small and args.accumulate_allreduce_grads_in_fp32 else 1.0,
     )
+
+
+def _offload(args: Namespace) -> "OffloadChoice | None":
+    if args.offload_activations == "off":
+        return None
+    from megatron.fold3d.plan.passes.offload import OffloadChoice
+
+    return OffloadChoice()
 
 
 def _measured_keys(args: Namespace) -> Iterator[str]:

@@ -15,13 +15,15 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
 from megatron.fold3d.config.bucket_flags import has_one_queue
+from megatron.fold3d.config.fold3d_config import DeltaGather
 from megatron.fold3d.config.schedule_flags import parts_of, word_of
 from megatron.fold3d.config.settings import asked
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK, VALUES
 
 STOCKS, WITHOUT = "stock's schedule", "without "
+_DELTA_ON = "--delta-param-gather on"
 # Values that stock's schedule has.
-_OF_STOCK = ("--trace of stock's schedule", "share=", "optimizer=sharded")
+_OF_STOCK = ("--trace of stock's schedule", "share=", "optimizer=sharded", _DELTA_ON)
 
 
 def refusals(args: Namespace, but: str = "") -> Iterator[str]:
@@ -105,6 +107,17 @@ def may_defer(args: Namespace) -> bool:
     """
     gains = not args.use_distributed_optimizer and not has_one_queue(args)
     return gains and may_try(args, "step=next")
+
+
+def delta_param_gather(args: Namespace) -> DeltaGather:
+    """Return what is asked for, or left to measured times where nothing refuses it."""
+    is_auto = word_of(args).order == AUTO
+    asks: DeltaGather = args.delta_param_gather or ("auto" if is_auto else "off")
+    if asks != "auto":
+        return asks
+    on = Namespace(**vars(args) | {"delta_param_gather": "on"})
+    form = f"{_DELTA_ON} with {{}}"
+    return "off" if any(refused(on, form, TABLE[form])) else "auto"
 
 
 _STOCK = "drop it, or use --schedule stock"
@@ -312,6 +325,24 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         _READERS: f"{_WHOLE}; {_BOTH}",
         "--use-nccl-ub": f"NCCL registers the buffers, and they are freed; {_BOTH}",
     },
+    f"{_DELTA_ON} with {{}}": {
+        "without --use-distributed-optimizer": "only replicas that step shards gather parameters; "
+        "add {}",
+        "one replica": "there is nobody to gather parameters from; drop it",
+        "parameters in fp32": "what a step changes of 32 bits is about as long as they are; drop "
+        "it, or train with --bf16 or --fp16",
+        "--fp8-param-gather, --fp4-param-gather": f"these are gathered in 8 or 4 bits; {_BOTH}",
+        "--shard-segments": "differences are from old parameters, which a replica then has only a "
+        f"shard of; {_BOTH}",
+        "--use-megatron-fsdp, --use-torch-fsdp2": "differences are from old parameters, which a "
+        f"replica then has only a shard of; {_BOTH}",
+        "--optimizer that shards whole layers": "it gathers layers of its own, not buckets; drop "
+        "it",
+        "--reuse-grad-buf-for-mxfp8-param-ag": "old parameters are overwritten by gradients; "
+        f"{_BOTH}",
+        "step=next": "segments are stepped one by one, without a wait in which replicas could "
+        f"agree on lengths; {_BOTH}",
+    },
     "{} with --shard-segments gradients": {
         "slices=on": "a segment's gradients are freed before later computations start slices "
         "of them; give --shard-segments weights",
@@ -327,8 +358,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         f"without {_FLAGS_OF_SHARDS}": "it chooses which segments are updated in shards and "
         "gathered; add {}",
         "half of tied embeddings": "the first and the last segment add up gradients of the "
-        "same parameters, so both are reduced alike; give both or neither, or add "
-        "--untie-embeddings-and-output-weights",
+        "same word embeddings, so both are reduced alike; give both or neither",
         "one replica": "it steps everything in full already; drop it",
         "a plan file": f"a plan has its gathers; {_BOTH}",
     },
@@ -384,6 +414,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "all-to-all hands over; give --moe-token-dispatcher-type alltoall",
         "--num-experts and --moe-input-jitter-eps, "
         "--num-experts and --moe-router-force-load-balancing, "
+        "--num-experts and --moe-router-force-biased, "
         "--num-experts and --moe-enable-routing-replay": "it draws or records in the order in "
         f"which micro-batches run; {_BOTH}",
         "--attention-dropout, --hidden-dropout": "two micro-batches at a time draw other masks "
@@ -404,9 +435,9 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "--context-parallel-size above 1": "ranks that share a sequence exchange keys and values "
         "in calls that hand nothing over; give 1, or drop pairs=on",
         # Options with process-wide state or further collectives.
-        "--mtp-num-layers, --microbatch-group-size-per-virtual-pipeline-stage, --shard-segments, "
-        "slices=on, --tp-comm-overlap, --distribute-saved-activations, --preemptive-comm, "
-        "--te-rng-tracker, --use-transformer-engine-op-fuser, "
+        "--mtp-num-layers, --shard-segments, slices=on, --tp-comm-overlap, "
+        "--distribute-saved-activations, --preemptive-comm, --te-rng-tracker, "
+        "--use-transformer-engine-op-fuser, "
         "--transformer-impl inference_optimized": f"{_UNSHOWN}; {_BOTH}",
     },
     "{} with --preemptive-comm": {

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,48 +19,52 @@ from megatron.fold3d.config.refusals import refused, value_of
 from megatron.fold3d.config.run_folders import folder_problems
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.config.settings import asked
-from megatron.fold3d.config.spelling import flag_of
+from megatron.fold3d.config.spelling import flag_of, typed
 from megatron.fold3d.plan.schedule_word import AUTO
 
 # Attributes of Megatron's namespace; each is named as its flag is.
 _NEEDED = {
-    "micro_batch_size": "the sequences of a micro-batch; give 1, say",
     "lr": "the highest learning rate; give --lr 1e-4, say",
     "eval_interval": "Megatron counts evaluations with it even where --eval-iters is 0; give the "
     "number of iterations between two, say 1000",
 }
-_SIZES = {
-    "num_layers": "the layers of the model; give --num-layers 24, say",
-    "seq_length": "the tokens of a sequence; give --seq-length 1024, say",
-    "hidden_size": "the width of a layer; give --hidden-size 1024, say",
-    "num_attention_heads": "the heads of a layer; give --num-attention-heads 16, say",
-    "max_position_embeddings": "the longest sequence; give as much as --seq-length, at least",
-}
-_BRING_SIZES = (
-    *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
-    *("use_checkpoint_args", "hybrid_layer_pattern"),
-)
+_LOGITS = "Megatron 0.19.2 looks for the output layer on every rank; give 1, or drop the folder"
 # What Megatron cannot combine, in the form of `refusals.TABLE`.
 _CLASHES = {
     "--bf16 with {}": {"--fp16": "parameters have one precision; drop one of the two"},
     "--swiglu with {}": {"--squared-relu": "an MLP has one activation; drop one of the two"},
+    "--logits-save-dir with {}": {"--pipeline-model-parallel-size above 1": _LOGITS},
+    "--logits-load-dir with {}": {"--pipeline-model-parallel-size above 1": _LOGITS},
     "--wandb-project with {}": {"without --wandb-exp-name": "a run has a name there; give one"},
+    "--iterations-to-skip with {}": {
+        "several segments": "Megatron then reads the data of one segment, and each has its own; "
+        "have one segment, or drop it",
+    },
+    "--multiple-validation-sets with {}": {
+        "without --full-validation": "Megatron evaluates on several sets as a whole only; add {}",
+    },
+    "--full-validation with {}": {
+        "without --multiple-validation-sets": "Megatron 0.19.2 takes the number of iterations for "
+        "a list, which several sets have; add {}",
+        "several segments": "Megatron takes the data of the segments for those of the sets; have "
+        "one segment, or drop it",
+    },
+    "--enable-ft-package with {}": {"without --save": "its state is kept there; give {}"},
     "--recompute-num-layers above 1 with {}": {
         "--mtp-num-layers and --recompute-method uniform": "layers of multi-token prediction are "
         "recomputed one by one; give --recompute-num-layers 1"
     },
 }
-_FROM_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-_INDEX_HEADER = b"MMIDIDX\x00\x00"
-_FROM_VOCABULARY = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+_PACKAGES = {
+    "--wandb-project": "wandb",
+    "--enable-ft-package": "nvidia-resiliency-ext",
+    "--fault-injector-ranks": "nvidia-resiliency-ext",
+    "--fault-injector-num-ranks": "nvidia-resiliency-ext",
+}
 
 
 def run_problems(args: Namespace) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per missing requirement or option that would fail.
-
-    Args:
-        args: Megatron's namespace, as parsed.
-    """
+    """Yield one message (found, rule, fix) per missing requirement or option that would fail."""
     if any(size_problems(args)):
         return  # already reported, and the other rules divide by them
     yield from _missing(args)
@@ -75,36 +79,19 @@ def run_problems(args: Namespace) -> Iterator[str]:
 
 
 def _missing(args: Namespace) -> Iterator[str]:
-    sizes_come = any(getattr(args, name) for name in _BRING_SIZES)
-    for name, rule in (_NEEDED if sizes_come else _NEEDED | _SIZES).items():
-        given = getattr(args, name), getattr(args, f"encoder_{name}", None)
-        if given == (None, None) and not (name == "lr" and args.skip_train):
+    for name, rule in _NEEDED.items():
+        if getattr(args, name) is None and not (name == "lr" and args.skip_train):
             yield f"{flag_of(name)} is missing: {rule}"
 
 
 def _tokenizer(args: Namespace) -> Iterator[str]:
     kind = args.tokenizer_type
-    if kind is None:
-        yield (
-            "--tokenizer-type is missing: it tells how many tokens there are; give the one that "
-            "the data was made with, or NullTokenizer with --vocab-size"
-        )
-        return
-    found = f"--tokenizer-type {kind} without"
     if kind in ("NullTokenizer", "NullMultimodalTokenizer") and not args.vocab_size:
-        yield f"{found} --vocab-size: it has no tokens of its own; give their number"
-    if kind in (*_FROM_FILE, "TikTokenizer", "HuggingFaceTokenizer") and not args.tokenizer_model:
-        yield f"{found} --tokenizer-model: that is what it reads; give its file, or its folder"
-    files = {"--vocab-file": args.vocab_file, "--merge-file": args.merge_file}
-    if kind in _FROM_VOCABULARY and not args.vocab_file and find_spec("wget") is None:
         yield (
-            f"{found} --vocab-file: Megatron would download one with the package wget, which is "
-            "not installed; give --vocab-file, and for GPT2BPETokenizer --merge-file"
+            f"--tokenizer-type {kind} without --vocab-size: it has no tokens of its own; give "
+            "their number"
         )
-    is_path = (args.tokenizer_model or "").startswith(("/", "./", "../", "~"))  # no name on a hub
-    if kind in (*_FROM_FILE, "TikTokenizer") or is_path:
-        files["--tokenizer-model"] = args.tokenizer_model
-    for flag, file in files.items():
+    for flag, file in {"--vocab-file": args.vocab_file, "--merge-file": args.merge_file}.items():
         if file and not Path(file).exists():
             yield f"{flag} {file}: no such file; give the tokenizer's"
 
@@ -124,38 +111,22 @@ def _clashes(args: Namespace) -> Iterator[str]:
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= (share := getattr(args, name)) <= 1:
             yield f"{flag_of(name)} {share}: it is a probability; give 0 to 1"
-    length, positions = args.seq_length, args.max_position_embeddings
-    if None not in (length, positions) and length > positions:
-        yield (
-            f"--seq-length {length} with --max-position-embeddings {positions}: it is the longest "
-            f"sequence; give --max-position-embeddings {length}"
-        )
-    width = args.hidden_size
-    if args.kv_channels is None and None not in (width, heads) and width % heads:
-        yield (
-            f"--hidden-size {width} with --num-attention-heads {heads}: heads are equally wide; "
-            f"give a --hidden-size that {heads} divides, or --kv-channels, the width of a head"
-        )
     if args.optimizer not in ("adam", "sgd") and find_spec("emerging_optimizers") is None:
         yield (
             f"--optimizer {args.optimizer}: it is in the package emerging-optimizers, which is "
             "not installed; install it, or give --optimizer adam"
         )
-    if args.wandb_project and args.wandb_exp_name and find_spec("wandb") is None:
-        yield (
-            f"--wandb-project {args.wandb_project}: the package wandb is not installed; "
-            "run pip install wandb, or drop it"
-        )
+    for setting, package in _PACKAGES.items():
+        if (given := asked(args, setting)) and find_spec(package.replace("-", "_")) is None:
+            yield (
+                f"{given}: the package {package} is not installed; run pip install {package}, or "
+                "drop it"
+            )
     layout, layers = args.pipeline_model_parallel_layout, args.num_layers
     if layout and layers and (found := written_out(layout).count("t")) != layers:
         yield (
             f"--pipeline-model-parallel-layout {layout} with --num-layers {layers}: it has {found} "
             "layers, each written as a t; give the same number"
-        )
-    if args.recompute_granularity == "full" and args.recompute_method is None:
-        yield (
-            "--recompute-granularity full without --recompute-method: it tells which layers are "
-            "recomputed together; give --recompute-method uniform --recompute-num-layers 1"
         )
     if args.rerun_mode == "report_stats":
         yield (
@@ -167,72 +138,17 @@ def _clashes(args: Namespace) -> Iterator[str]:
 
 
 def _data(args: Namespace) -> Iterator[str]:
-    """Yield what is wrong with the sources of data."""
-    parts = {
-        f"--{name}-data-path": getattr(args, f"{name}_data_path")
-        for name in ("train", "valid", "test")
-    }
-    sources = {
-        "--mock-data": args.mock_data,
-        "--data-path": args.data_path,
-        "--data-args-path": args.data_args_path,
-        next((flag for flag, path in parts.items() if path), ""): any(parts.values()),
-        "--per-split-data-args-path": args.per_split_data_args_path,
-    }
-    given = [flag for flag, source in sources.items() if source]
-    if len(given) > 1:
-        yield f"{' with '.join(given)}: data come from one source; give one of them"
-    elif args.split is not None and given and given[0] not in list(sources)[:3]:
-        yield f"--split {args.split} with {given[0]}: it has its parts already; drop --split"
+    """Yield what is wrong with the shares of data."""
+    parts = {name: getattr(args, f"{name}_data_path") for name in ("train", "valid", "test")}
+    flags = [f"--{name}-data-path" for name, path in parts.items() if path]
+    flags += ["--per-split-data-args-path"] if args.per_split_data_args_path else []
+    if args.split is not None and flags:
+        yield f"--split {args.split} with {flags[0]}: it has its parts already; drop --split"
     if args.split is not None and not _is_split(args.split):
         yield (
             f"--split {args.split}: it is the shares of training, validation and test, three "
             "numbers at most; give 969,30,1, say"
         )
-
-
-def data_problems(args: Namespace, *, may_mock: bool) -> Iterator[str]:
-    """Yield one message where no flag names data, or ``--data-path`` those that this node lacks.
-
-    Args:
-        args: Megatron's namespace, as parsed.
-        may_mock: whether the script also trains on ``--mock-data``.
-    """
-    prefixes = [word for word in args.data_path or () if not _is_weight(word) and "://" not in word]
-    missing = [
-        p for p in prefixes if not all(Path(f"{p}.{end}").is_file() for end in ("bin", "idx"))
-    ]
-    others = (
-        *(args.mock_data, args.data_args_path, args.per_split_data_args_path),
-        *(args.train_data_path, args.valid_data_path, args.test_data_path),
-    )
-    if missing or not (args.data_path or any(others)):
-        yield no_data(missing, may_mock=may_mock)
-        return
-    for prefix in prefixes:
-        with Path(f"{prefix}.idx").open("rb") as index:
-            if index.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
-                yield (
-                    f"--data-path {prefix}: {prefix}.idx does not begin as an index of Megatron's; "
-                    "make it anew with scripts/prepare_data.py"
-                )
-
-
-def no_data(missing: Sequence[str], *, may_mock: bool) -> str:
-    """Return the message about data that are not there, or that no flag names."""
-    return (
-        f"no data{' at ' if missing else ''}{', '.join(missing)}: --data-path takes the path "
-        "of a .bin and an .idx file, without the ending; make them with "
-        f"scripts/prepare_data.py{', or give --mock-data' if may_mock else ''}"
-    )
-
-
-def _is_weight(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_split(text: str) -> bool:
@@ -246,12 +162,6 @@ def _is_split(text: str) -> bool:
 
 def _length(args: Namespace) -> Iterator[str]:
     """Yield what is wrong with the numbers of iterations or samples."""
-    if args.train_iters and args.train_samples:
-        yield (
-            f"--train-iters {args.train_iters} with --train-samples {args.train_samples}: both say "
-            "how long to train; drop one of the two"
-        )
-        return
     if not (args.train_iters or args.train_samples):
         yield (
             "--train-iters is missing: how long to train; give --train-iters 1000, say, or "
@@ -301,12 +211,12 @@ def _ranks(args: Namespace) -> Iterator[str]:
 
 
 def _stocks_groups(args: Namespace, replicas: int) -> Iterator[str]:
-    """Yield batches at which stock's schedule of several ``--segments`` would stop a run."""
+    """Yield batches at which stock's schedule of several segments would stop a run."""
     ranks, segments, size = args.pipeline_model_parallel_size, args.segments, args.micro_batch_size
     is_stocks = word_of(args).order == "stock" and segments not in (None, AUTO, 1)
     if not is_stocks or ranks == 1 or size is None:
         return
-    found = f"--segments {segments} with --schedule stock"
+    found = f"{typed(flag_of('segments'), segments)} with --schedule stock"
     group = args.microbatch_group_size_per_vp_stage or ranks
     if group < ranks:
         yield (

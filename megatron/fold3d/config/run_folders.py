@@ -27,11 +27,6 @@ def folder_problems(args: Namespace) -> Iterator[str]:
     for name, holds in _WRITTEN.items():
         if (path := getattr(args, name)) is not None:
             yield from unwritable(flag_of(name), Path(path), holds)
-    if args.save is not None and not (args.save_interval or 0) > 0:
-        yield (
-            f"--save {args.save} without --save-interval: Megatron saves after so many "
-            "iterations; give --save-interval 500, say"
-        )
     if args.non_persistent_ckpt_type is None:
         yield from _checkpoint(args)
 
@@ -40,8 +35,6 @@ def unwritable(flag: str, path: Path, holds: str) -> Iterator[str]:
     """Yield why a run could not write to the folder ``path``, which need not exist yet.
 
     Args:
-        flag: the flag that gives the path.
-        path: the path of the folder.
         holds: the contents of the folder, in words.
     """
     there = next(part for part in (path, *path.absolute().parents) if part.exists())
@@ -69,11 +62,6 @@ def _checkpoint(args: Namespace) -> Iterator[str]:
         if args.ckpt_step:
             yield (
                 f"--ckpt-step {args.ckpt_step} without --load: there is nothing to take it from; "
-                "give --load DIR"
-            )
-        if args.use_checkpoint_args:
-            yield (
-                "--use-checkpoint-args without --load: there is no checkpoint to read; "
                 "give --load DIR"
             )
         return

@@ -10,10 +10,8 @@ from functools import cache
 
 from megatron.fold3d.config.spelling import named
 from megatron.fold3d.plan.choice import file_of
-from megatron.fold3d.plan.files import read_plan
 from megatron.fold3d.plan.ir import Op, PlanError
 from megatron.fold3d.plan.ops import WEIGHT_OPS
-from megatron.fold3d.plan.passes.sliced_grad_sync import has_slices
 from megatron.fold3d.plan.schedule_word import STOCK, VALUES, Part, Word
 from megatron.fold3d.plan.schedules import check_forwards_ahead
 
@@ -44,8 +42,6 @@ def parts_of(args: Namespace, key: str, value: str = "") -> tuple[Part, ...]:
     """Return the parts of a key, of the word and of what `with_plan` adds to it.
 
     Args:
-        args: Megatron's namespace.
-        key: of the parts.
         value: of the parts; without one, all values but the default are looked for.
     """
     return tuple(
@@ -65,13 +61,15 @@ def with_plan(args: Namespace) -> Namespace:
 
     Weight gradients apart, early recomputation and slices of DP.sync follow from the actions.
     """
-    file = file_of(word_of(args).order)
-    try:
-        plan = None if file is None else read_plan(file)
-    except (OSError, ValueError):
-        plan = None  # it is refused where its sizes are compared
-    if plan is None:
+    if (file := file_of(word_of(args).order)) is None:
         return args
+    from megatron.fold3d.plan.files import read_plan
+    from megatron.fold3d.plan.passes.sliced_grad_sync import has_slices
+
+    try:
+        plan = read_plan(file)
+    except (OSError, ValueError):
+        return args  # it is refused where its sizes are compared
 
     def parts() -> Iterator[Part]:
         for key, value, ops in (
@@ -126,6 +124,13 @@ def schedule_problems(args: Namespace) -> Iterator[str]:
             yield (
                 f"{found} with --microbatch-group-size-per-virtual-pipeline-stage {of_megatron}: "
                 "both are the micro-batches of a group; drop one of the two"
+            )
+    if (group := group_of(args)) is not None and word.value("pairs") == "on":
+        fewest = 2 * args.pipeline_model_parallel_size
+        if group % 2 or group < fewest:
+            yield (
+                f"pairs=on with groups of {group} micro-batches: a group is of whole pairs, at "
+                f"least one for each rank; give an even number from {fewest} on"
             )
     if ahead is not None:
         try:

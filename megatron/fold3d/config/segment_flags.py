@@ -44,6 +44,11 @@ def _auto_problems(args: Namespace) -> Iterator[str]:
         )
     if (virtual_stages := virtual_stage_flag(args)) is not None:
         yield f"--segments auto with {virtual_stages}: that is a number; drop one of the two"
+    elif args.check is not None:
+        yield (
+            "--segments auto with --check: it measures the hardware that trains; give --segments "
+            "N, `fold3d search` tells which"
+        )
     elif not num_layers(args):
         yield (
             "--segments auto without --num-layers: the checkpoint would tell too late; "

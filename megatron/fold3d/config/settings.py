@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from importlib import metadata
 
+from megatron.fold3d.config.job_sizes import num_replicas
 from megatron.fold3d.config.offload_flags import engine_modules, offloads_everything, recomputes
 from megatron.fold3d.config.schedule_flags import measures_shares, parts_of, spelled_parts, word_of
 from megatron.fold3d.config.segment_flags import num_segments
@@ -34,6 +35,16 @@ _ATTRIBUTES = {
 }
 _OLDEST_ENGINE = 2, 8  # as Megatron asks for with its own --delay-wgrad-compute
 _OFF: tuple[object, ...] = (None, False, "", "off", "none", (), [])  # 0, too
+
+
+# What draws random numbers in a forward: they depend on the order of a rank's forwards.
+DRAWS = (
+    "--attention-dropout",
+    "--hidden-dropout",
+    "--num-experts and --moe-input-jitter-eps",
+    "--num-experts and --moe-router-force-load-balancing",
+    "--num-experts and --moe-router-force-biased",
+)
 
 
 def attribute_of(flag: str) -> str:
@@ -114,9 +125,12 @@ def _split_backwards(args: Namespace) -> str:
 
 
 def ties_embeddings(args: Namespace) -> bool:
-    """Tell whether the first and the last stage, on two ranks, share word embeddings."""
-    tied = not args.untie_embeddings_and_output_weights
-    return bool(tied and args.pipeline_model_parallel_size > 1)
+    """Tell whether the first and the last stage, on two ranks, hold the same word embeddings.
+
+    The last one has them as its head, or once more for multi-token prediction, whatever its head.
+    """
+    held_twice = args.mtp_num_layers or not args.untie_embeddings_and_output_weights
+    return bool(held_twice and args.pipeline_model_parallel_size > 1)
 
 
 def _half_of_tied_embeddings(args: Namespace) -> str:
@@ -125,7 +139,10 @@ def _half_of_tied_embeddings(args: Namespace) -> str:
     parts = parts_of(args, "optimizer", "replicated")
     replicated = ends & {number for part in parts for number in part.segments or ends}
     is_half = len(replicated) == 1 < len(ends)
-    return "tied embeddings" if is_half and ties_embeddings(args) else ""
+    if not is_half or not ties_embeddings(args):
+        return ""
+    untied = args.untie_embeddings_and_output_weights
+    return typed("--mtp-num-layers", args.mtp_num_layers) if untied else "tied embeddings"
 
 
 def _old_engine(_: Namespace) -> str:
@@ -192,6 +209,9 @@ _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
     f"{_LAYOUT} with an m before the last stage": lambda args: (
         "m" in (args.pipeline_model_parallel_layout or "").rpartition("|")[0]
     ),
+    "--moe-router-force-biased": lambda args: (
+        getattr(args, "moe_router_force_biased", None) is not None  # 0 draws, too
+    ),
     # Scales follow from what a rank has computed before, in whatever order.
     "--fp8-format with --fp8-recipe delayed": lambda args: (
         bool(args.fp8) and args.fp8_recipe == "delayed"
@@ -214,8 +234,10 @@ _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
         args.segments == AUTO and args.recompute_layers != AUTO
     ),
     # What has no flag of its own.
-    "one replica": lambda args: getattr(args, "data_parallel_size", None) == 1,  # once validated
+    "one replica": lambda args: num_replicas(args) == 1,
+    "parameters in fp32": lambda args: not (args.bf16 or args.fp16),
     "one segment": lambda args: num_segments(args) == 1,
+    "several segments": lambda args: args.segments == AUTO or num_segments(args) > 1,
     "half of tied embeddings": _half_of_tied_embeddings,
     "full recomputation": lambda args: args.recompute_granularity == "full",
     "recomputation": lambda args: recomputes(args) or offloads_everything(args),

@@ -73,12 +73,7 @@ class Breakdown:
 
 
 def measured(ranks: Sequence[RankTrace], timeline: Timeline) -> Breakdown:
-    """Return the row of a traced pipeline; bytes are the maximum over all ranks of the run.
-
-    Args:
-        ranks: all that were traced.
-        timeline: of the pipeline.
-    """
+    """Return the row of a traced pipeline; bytes are the maximum over all ``ranks`` of the run."""
     iterations = [iteration for rank in ranks for iteration in rank.iterations]
     device = [i.gpu_memory_bytes for i in iterations if i.gpu_memory_bytes is not None]
 

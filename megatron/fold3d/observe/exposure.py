@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_to, reload_to
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline
+from megatron.fold3d.observe.trace_files import IterationTrace
+from megatron.fold3d.observe.trace_timeline import spans_of
 from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.plan.ops import P2P_OPS, TABLE
 
@@ -105,3 +107,20 @@ def _count_gap(
                 bubble_s -= exposed_s
                 until_s = began_s
     seconds["bubble_s"] += bubble_s
+
+
+def rank_exposure(row: IterationTrace) -> dict[str, float]:
+    """Return where a rank's iteration went, from its own measurements alone.
+
+    It cannot distinguish waits for messages in flight from waits for messages that have not been
+    sent yet. ``copies_s`` overlaps the rest; all other values add up to ``total_s``.
+    """
+    names = {"grad_sync_s": "exposed_grad_sync_s", "copy_s": "copies_s"}
+    seconds = dict.fromkeys(("forward_s", "backward_s", "optimizer_s", *names.values()), 0.0)
+    for span in spans_of(row):
+        if span.lane in BUSY_LANES or span.lane is Lane.COPY:
+            seconds[names.get(column(span), column(span))] += span.duration_s
+    used_s = sum(seconds.values()) - seconds["copies_s"]
+    seconds["bubble_and_exposed_p2p_s"] = max(0.0, row.end_s - used_s)
+    seconds["total_s"] = row.end_s
+    return seconds

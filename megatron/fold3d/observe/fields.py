@@ -8,8 +8,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from megatron.fold3d.plan.files import read_file
-
 
 def is_file_name(name: str) -> bool:
     """True if a name stands for a file that `from_file` reads."""
@@ -23,6 +21,8 @@ def read_text(path: Path) -> str:
         ValueError: the file is not text, or too long; the message begins with its path.
         OSError: the file cannot be read.
     """
+    from megatron.fold3d.plan.files import read_file  # nothing else here is about files of ours
+
     try:
         return read_file(path).decode("utf-8")
     except UnicodeDecodeError:
@@ -83,25 +83,28 @@ def check_fields(of: Any, *, may_be_zero: Container[str] = ()) -> None:
     """Check that the fields of a data class hold numbers, text and truth values as they should.
 
     Args:
-        of: the object; ``int`` fields must hold whole numbers, and all numbers be above zero.
+        of: the object; ``int`` fields must hold whole numbers, and all numbers be above zero. A
+            field of ``int | None`` may hold None or zero as well.
         may_be_zero: the fields that may be zero as well, beside those that are by default.
 
     Raises:
         ValueError: one is of another type or, of numbers, not finite, negative, or zero.
     """
     for field in fields(of):
-        value, name = getattr(of, field.name), field.name
-        if field.type is str and not isinstance(value, str):
+        value, name, kind = getattr(of, field.name), field.name, field.type
+        if kind == int | None and value is not None:
+            kind = int
+        if kind is str and not isinstance(value, str):
             raise ValueError(f"found {name}={value!r}; it is text")
-        if field.type is bool and not isinstance(value, bool):
+        if kind is bool and not isinstance(value, bool):
             raise ValueError(f"found {name}={value!r}; it is true or false")
-        if field.type not in (int, float):
+        if kind not in (int, float):
             continue
         if not is_number(value):
             raise ValueError(f"found {name}={value!r}; it is a number")
-        if field.type is int and not isinstance(value, int):
+        if kind is int and not isinstance(value, int):
             raise ValueError(f"found {name}={value}; it is a whole number")
-        zero = field.default == 0 or name in may_be_zero
+        zero = kind is not field.type or field.default == 0 or name in may_be_zero
         if value < 0 or (value == 0 and not zero):
             raise ValueError(
                 f"found {name}={value}; it is {'zero or more' if zero else 'above zero'}"

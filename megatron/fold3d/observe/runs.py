@@ -41,12 +41,12 @@ class Run:
     """One training run, or several rounds of it.
 
     Attributes:
-        name: the name to print.
         rounds: the lines of its log, each iteration once, in order; for each time that it ran.
         warmup: how many of the first iterations are not timed, such as trials of ``auto``.
         timeline: the timeline of its traced iterations, if there are any.
         row: what they say beside the timeline.
         flags: the values of Megatron's flags that the log lists.
+        shares_cores: as its traces say.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Run:
     timeline: Timeline | None
     row: Breakdown | None = None
     flags: Mapping[str, str] = field(default_factory=dict)
+    shares_cores: bool = False
 
     @property
     def iterations(self) -> tuple[LoggedIteration, ...]:
@@ -97,11 +98,6 @@ class Ratio:
     low: float
     high: float
 
-    @property
-    def interval(self) -> str:
-        """The interval in words."""
-        return f"{self.low:.3f}-{self.high:.3f}"
-
 
 def read_run(path: Path, name: str, warmup: int) -> Run:
     """Return the run recorded in a log file, or in a folder with logs and traces.
@@ -141,6 +137,7 @@ def read_run(path: Path, name: str, warmup: int) -> Run:
         timeline=timeline,
         row=measured(ranks, timeline) if timeline else None,
         flags=arguments(text),
+        shares_cores=any(rank.shares_cores for rank in ranks),
     )
 
 
@@ -248,23 +245,6 @@ class Comparison:
         """How many times as fast the last run is as each of the others, in their order."""
         *others, last = self.runs
         return tuple(speed_ratio(other, last) for other in others)
-
-    @property
-    def ratio(self) -> Ratio:
-        """How many times as fast the last run is as the fastest of the others."""
-        return min(self.ratios, key=lambda ratio: ratio.value)
-
-    @property
-    def verdict(self) -> str:
-        """The one sentence about the last run and the fastest of the others."""
-        ratio, last = self.ratio, self.runs[-1].name
-        other = self.runs[self.ratios.index(ratio)].name
-        found = f"{ratio.value:.3f} times as fast, 95% CI {ratio.interval}"
-        if ratio.low > 1:
-            return f"{last} is faster than {other}: {found}"
-        if ratio.high < 1:
-            return f"{last} is slower than {other}: {found}"
-        return f"No difference shown between {last} and {other}: {found}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,8 +73,7 @@ class IterationTrace:
     def check(self) -> None:
         """Check that every number in it is valid; see `RankTrace.check`."""
         check_fields(self, may_be_zero=("iteration", "start_s", "end_s", "host_memory_bytes"))
-        others = (self.gpu_memory_bytes or 0, *self.counts.values())
-        if wrong := [number for number in others if not is_number(number)]:
+        if wrong := [number for number in self.counts.values() if not is_number(number)]:
             raise ValueError(f"found {wrong[0]!r} in iteration {self.iteration}; it is a number")
         for event in self.events:
             name: object = event.name
@@ -108,6 +107,8 @@ class RankTrace:
     cp_rank: int = 0
     clock: str = "host"
     """Where its times come from: `CLOCKS`."""
+    shares_cores: bool = False
+    """Whether all ranks compute on the cores of one machine, with no network between them."""
 
     @property
     def file_name(self) -> str:

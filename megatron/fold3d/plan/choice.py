@@ -8,11 +8,14 @@ where its weight gradients are computed, and when it recomputes. Users type it, 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from megatron.fold3d.plan.ir import stages_of
+
+if TYPE_CHECKING:
+    from megatron.fold3d.plan.schedule_word import Word
 
 Wgrad = Literal["backward", "behind", "last", "gaps"]
 _OPEN = ("stock", "auto")  # words that name no order of ours
@@ -37,13 +40,15 @@ class Segment:
     recompute: Literal["late", "early"] = "late"
 
 
+_STATES = {field.name for field in fields(Segment)}  # keys that segments have a value of
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How the iterations of a run are computed, summed and stepped; `str` and `parse` are inverse.
 
     Attributes:
         order: a name of `plan.schedule_word.ORDERS`, or ``plan=`` and a file.
-        segments: what each of them does.
         group: micro-batches per group of ``interleaved``; None is one per rank.
         ahead: forwards that 1F1B runs ahead per rank behind; None is the schedule's own.
         held: the most micro-batches that a rank holds with ``wgrad=gaps``; None adds no limit.
@@ -75,15 +80,53 @@ class Choice:
         Raises:
             ValueError: it is no word, names a segment that there is not, or leaves a key to `auto`.
         """
-        from megatron.fold3d.plan.schedule_word import Word, chosen_by
+        from megatron.fold3d.plan.schedule_word import Word
 
-        return chosen_by(Word.parse(text), cls.plain("", num_segments))
+        return cls.plain("", num_segments).chosen(Word.parse(text))
+
+    def chosen(self, word: "Word") -> Self:
+        """Return what a word chooses, in place of these values.
+
+        Raises:
+            ValueError: it names a segment that there is not, or leaves a key to ``auto``.
+        """
+        from megatron.fold3d.plan.schedule_word import AUTO, READ, VALUES
+
+        choice, options = replace(self, order=word.order), dict[str, Any]()
+        num_segments = len(self.segments)
+        for part in word.parts:
+            if part.value == AUTO:
+                raise ValueError(f"{part}: only a run or a simulation can choose; give a value")
+            if part.key not in _STATES:
+                options[part.key.replace("-", "_")] = READ[VALUES[part.key][0]](part.value)
+                continue
+            some = part.segments or tuple(range(num_segments))
+            if some[-1] >= num_segments:
+                raise ValueError(
+                    f"{part}: there is no segment {some[-1]}, a rank holds {num_segments}; "
+                    f"give some of 0 to {num_segments - 1}"
+                )
+            choice = choice.changed(some, **{part.key: part.value})
+        return replace(choice, **options)
 
     def __str__(self) -> str:
-        """Return the word that ``--schedule`` takes for it."""
-        from megatron.fold3d.plan.schedule_word import word_of
+        """Return the word that ``--schedule`` takes for it: the inverse of `chosen`."""
+        from megatron.fold3d.plan.schedule_word import VALUES, Part, Word
 
-        return str(word_of(self))
+        parts = list[Part]()
+        for key, values in VALUES.items():
+            if key in _STATES:
+                for value in values[1:]:
+                    if some := self.where(**{key: value}):
+                        is_all = len(some) == len(self.segments)
+                        parts.append(Part(key, value, None if is_all else some))
+                continue
+            given = getattr(self, key.replace("-", "_"))
+            if isinstance(given, bool):
+                parts.append(Part(key, values[given]))
+            elif given is not None:
+                parts.append(Part(key, str(given)))
+        return str(Word(self.order, tuple(parts)))
 
     @property
     def schedule(self) -> str:

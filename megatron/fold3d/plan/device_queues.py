@@ -85,7 +85,6 @@ def stream_of(action: Action, *, alternates: bool, apart: Container[int] = ()) -
     """Return the stream of an action.
 
     Args:
-        action: the action.
         alternates: whether receives use two streams in turns, as ours do with one queue.
         apart: the stages of `reduced_apart`, if reductions use two streams as well.
     """

@@ -5,10 +5,12 @@ There are three forms, distinguished by their content: text, a CSV table, which 
 JSON is read; the rest follows from it.
 """
 
+import csv
+import io
 import json
 from pathlib import Path
 
-from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.ir import Plan, PlanError, lines_of
 
 MOST_BYTES = 1 << 30
 """The size limit of files that are read into memory; no plan, trace or cost table comes near."""
@@ -61,7 +63,26 @@ def parse_plan(content: bytes) -> Plan:
 
         if is_torchs(text):
             text = in_our_words(text)
-    return Plan.from_csv(text)
+    return from_csv(text)
+
+
+def to_csv(plan: Plan) -> str:
+    """Return a table: one row per rank, one cell per action."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(plan.to_rows())
+    return out.getvalue()
+
+
+def from_csv(text: str) -> Plan:
+    """Read `to_csv`, or a table with empty cells where a rank is idle.
+
+    Raises:
+        PlanError: as in `Plan.from_text`, or the text is not a CSV table.
+    """
+    try:
+        return Plan.from_rows(csv.reader(lines_of(text)))
+    except csv.Error as error:
+        raise PlanError(f"not a table of actions: {error}") from None
 
 
 def _from_json(text: str) -> Plan:

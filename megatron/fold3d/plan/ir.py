@@ -16,11 +16,9 @@ the iteration before. A part begins where the one before it in the loop ends. Th
 from places, and no reader has a rule of its own for them: `carried`, `hooked`, `Plan.flushes`.
 """
 
-import csv
 import gc
-import io
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -33,6 +31,10 @@ from megatron.fold3d.plan.ops import Op as Op
 
 WHOLE = 1000
 """All gradients of a stage, in the unit of `OpScope.PART`: thousandths."""
+
+MOST_SHOWN = 8  # ranks in an error
+_COLUMNS = 4  # actions shown on either side of a marked one
+_WIDTH = 13  # of an action, at least
 
 _ACTION = re.compile(r"([0-9]{1,9})([A-Z_]+)(:?)([0-9]{0,9})")
 _FORMS = {  # by word, colon, and whether a number follows
@@ -183,7 +185,7 @@ class Plan:
 
     def to_text(self) -> str:
         """One line per rank, actions separated by blanks."""
-        return "\n".join(" ".join(map(str, program)) for program in self.programs) + "\n"
+        return "".join(" ".join(row) + "\n" for row in self.to_rows())
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -192,33 +194,16 @@ class Plan:
         Raises:
             PlanError: a word is not an action, or the sizes are inconsistent.
         """
-        return cls._from_rows(line.split() for line in _content(text))
+        return cls.from_rows(line.split() for line in lines_of(text))
 
-    def to_csv(self) -> str:
-        """One row per rank, one cell per action."""
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows(self.programs_as_words())
-        return out.getvalue()
-
-    @classmethod
-    def from_csv(cls, text: str) -> Self:
-        """Read `to_csv`, or a table with empty cells where a rank is idle.
-
-        Raises:
-            PlanError: as in `from_text`, or the text is not a CSV table.
-        """
-        try:
-            return cls._from_rows(csv.reader(_content(text)))
-        except csv.Error as error:
-            raise PlanError(f"not a table of actions: {error}") from None
-
-    def programs_as_words(self) -> Iterator[list[str]]:
+    def to_rows(self) -> Iterator[list[str]]:
         """Yield each rank's program as text, word by word."""
         return ([str(action) for action in program] for program in self.programs)
 
     @classmethod
     @gc_paused()
-    def _from_rows(cls, rows: Iterable[Iterable[str]]) -> Self:
+    def from_rows(cls, rows: Iterable[Iterable[str]]) -> Self:
+        """Read `to_rows`, or rows with blank words where a rank is idle; raises as `from_text`."""
         programs = []
         for rank, row in enumerate(rows):
             words = [word for cell in row if (word := cell.strip())]
@@ -287,5 +272,32 @@ def hooked(program: Program) -> frozenset[int]:
     return frozenset(found - parts - carried(program).keys())
 
 
-def _content(text: str) -> Iterator[str]:
+def lines_of(text: str) -> Iterator[str]:
+    """Yield a plan's lines, without empty ones and comments."""
     return (line for line in text.splitlines() if line.strip() and not line.startswith("#"))
+
+
+def cell_of(plan: Plan, action: Action) -> dict[int, int]:
+    """Return the action's last position, as {rank: index}."""
+    rank = action.stage % plan.num_ranks
+    program = plan.programs[rank]
+    return {rank: len(program) - 1 - program[::-1].index(action)}
+
+
+def error_at(plan: Plan, marked: Mapping[int, int], text: str) -> PlanError:
+    """Add the grid below the message: a window of each rank's program, with marks as > <."""
+    first, last = min(marked), max(marked)
+    rows: dict[int, list[str]] = {}
+    for rank in range(max(0, first - 1), min(plan.num_ranks, last + 2))[:MOST_SHOWN]:
+        centre = marked.get(rank, marked[first])
+        start = max(0, centre - _COLUMNS)
+        rows[rank] = [
+            f">{action}<" if marked.get(rank) == start + i else f" {action} "
+            for i, action in enumerate(plan.programs[rank][start : centre + _COLUMNS + 1])
+        ]
+    width = max(_WIDTH, *(len(cell) + 1 for cells in rows.values() for cell in cells))
+    lines = [
+        f"  rank {rank:>2} |" + "".join(f"{cell:<{width}}" for cell in cells).rstrip()
+        for rank, cells in rows.items()
+    ]
+    return PlanError("\n".join([text, *lines]))

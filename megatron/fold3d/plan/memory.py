@@ -11,18 +11,14 @@ gradient        whole gradients                                        stage
 
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
 
 from megatron.fold3d.plan.ir import WHOLE, Op, Plan, Program, carried
-from megatron.fold3d.plan.ops import COPY_OPS, FREE_OPS, STAGE_OPS, TABLE
+from megatron.fold3d.plan.ops import COPY_OPS, FREE_OPS, TABLE
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 
-_OF_STAGES = frozenset(
-    what for op in STAGE_OPS for what in (TABLE[op].takes, *TABLE[op].gives) if what
-)
-
-
 _Held = tuple[int, int | None]
-"""Something in memory, of a micro-batch of a stage or of the whole stage."""
+"""Something in memory, of a micro-batch of a stage."""
 Moment = tuple[int, tuple[int, ...]]
 """The segment of a running backward, and the micro-batches that each segment holds meanwhile."""
 
@@ -35,6 +31,54 @@ def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
     see `add_offload`. An activation stays until its weight gradients, if delayed, are computed.
     """
     return tuple(_peak(program, "saved", depth=depth) for program in plan.programs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSizes:
+    """The memory that a micro-batch of each stage holds and the limit of each rank, in any unit."""
+
+    saved: tuple[float, ...]
+    """By stage, from a forward until its backward."""
+    delayed: tuple[float, ...]
+    """By stage, from a backward until its weight gradients."""
+    most: tuple[float, ...]
+    """By rank."""
+
+    @classmethod
+    def counted(cls, plan: Plan, most: int | None = None) -> "HeldSizes":
+        """Count micro-batches of a stage; one whose weight gradients are missing counts in full.
+
+        Args:
+            most: the limit of any rank; None is the fullest rank's peak with whole backwards.
+        """
+        if most is None:
+            most = max(peak_activations(plan.select({Op.FORWARD, Op.BACKWARD})))
+        ones = (1.0,) * plan.num_stages
+        return cls(saved=ones, delayed=ones, most=(float(most),) * plan.num_ranks)
+
+    def peaks(self, plan: Plan) -> list[float]:
+        """Return the most that each rank of a plan holds at once."""
+        from megatron.fold3d.plan.parts import part_begins
+
+        peaks = []
+        for program in plan.programs:
+            split = split_stages(program)
+            now = peak = 0.0
+            begins = part_begins(program) if split else {}
+            for action in program:
+                stage, op, _ = action
+                if op is Op.FORWARD:
+                    now += self.saved[stage]
+                elif op is Op.BACKWARD:
+                    now += (self.delayed[stage] if stage in split else 0.0) - self.saved[stage]
+                elif op is Op.WEIGHT:
+                    now -= self.delayed[stage]
+                elif op is Op.WEIGHT_PART:
+                    part = (action.end - begins[action]) / WHOLE
+                    now -= plan.num_microbatches * part * self.delayed[stage]
+                peak = max(peak, now)
+            peaks.append(peak)
+        return peaks
 
 
 def fullest(program: Program, num_ranks: int, num_segments: int) -> tuple[Moment, ...]:
@@ -80,7 +124,6 @@ def peak_resident(
     """Return the most bytes of parameters and gradients that a rank holds at once in an iteration.
 
     Args:
-        program: the program of the rank, with DP.sync.
         parameter_bytes: bytes of each of its stages' parameters, whole.
         gradient_bytes: bytes of each of its stages' gradients, whole.
         replicas: the number of replicas that a stage is sharded over.
@@ -132,7 +175,7 @@ def _peak(
     *,
     depth: int = 1,
 ) -> int:
-    """Return the most that a rank holds of something at once, of all stages or of some.
+    """Return the most micro-batches that a rank holds at once, of all stages or of some.
 
     An action takes it when it begins, and gives it back when it ends. What a copy frees is free
     when ``depth`` more computations have run.
@@ -144,8 +187,8 @@ def _peak(
     leaving: deque[list[_Held]] = deque([] for _ in range(depth))
     for action in program:
         row = TABLE[action.op]
-        mine = action.stage, None if what in _OF_STAGES else action.microbatch
-        taken = [mine] if row.takes == what and not (what in _OF_STAGES and held[mine]) else []
+        mine = action.stage, action.microbatch
+        taken = [mine] if row.takes == what else []
         held.update(taken)
         given = [mine] if what in row.gives else []
         if action.op is Op.BACKWARD and action.stage in split:  # its weight gradients still read it

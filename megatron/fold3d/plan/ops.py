@@ -82,8 +82,6 @@ class Need:
     """An op that must have run before an action.
 
     Attributes:
-        op: the op.
-        which: which of its actions.
         beside: the need holds only where an action of this op, with the same number, is in the
             plan; None is always.
         step: from the stage of the action that needs it to the stage of the needed one.
@@ -111,6 +109,11 @@ class Row(NamedTuple):
     """The memory that it takes when it begins: see `plan.memory`."""
     gives: tuple[str, ...] = ()
     """The memory that it gives back when it ends."""
+
+    @property
+    def waits(self) -> str:
+        """What a rank does that waits for it, likewise."""
+        return f"waits for {self.title}"
 
 
 def _if_any(op: Op, which: Which = Which.SAME) -> Need:
@@ -263,16 +266,3 @@ PEER: Mapping[Op, int] = {way.send: way.step for way in WAYS} | {
     way.receive: -way.step for way in WAYS
 }
 """From a rank to the one that a transfer connects it to."""
-
-
-def wait_title(op: Op) -> str:
-    """Return what a rank does that waits for an action, for readers of diagrams."""
-    return f"waits for {TABLE[op].title}"
-
-
-def for_pages() -> dict[str, dict[str, str]]:
-    """Return what the scripts of pages know of each op, by its spelling."""
-    return {
-        op.rstrip(":"): {"kind": row.kind, "title": row.title, "waits": wait_title(op)}
-        for op, row in TABLE.items()
-    }

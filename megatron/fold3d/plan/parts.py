@@ -1,8 +1,7 @@
 """Parts of a stage's DP.sync, and of its weight gradients: where each begins, and their order."""
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Plan, Program, carried
+from megatron.fold3d.plan.ir import WHOLE, Action, Plan, Program, carried, cell_of, error_at
 from megatron.fold3d.plan.ops import PART_OPS, SUM_OPS
-from megatron.fold3d.plan.verify import cell_of, error_at
 
 
 def part_begins(program: Program) -> dict[Action, int]:

@@ -24,9 +24,8 @@ micro-batches in order: `verify` demands it of all forwards |
 
 from collections import Counter
 
-from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.ir import Action, Op, Plan, error_at
 from megatron.fold3d.plan.passes.recompute import recomputed
-from megatron.fold3d.plan.verify import error_at
 
 
 def check_recompute_order(plan: Plan) -> None:

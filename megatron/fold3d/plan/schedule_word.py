@@ -10,12 +10,11 @@ No character of a word is special to a shell. Training, logs, `fold3d` and pages
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from megatron.fold3d.plan.choice import Choice, Segment
 from megatron.fold3d.plan.schedules import SCHEDULES
 
 Segments = tuple[int, ...]
@@ -42,8 +41,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
 _OF_SEGMENTS = frozenset({("optimizer", "replicated"), ("wgrad", "behind"), ("wgrad", "last")}) | {
     ("recompute", "early")
 }
-_STATES = {field.name for field in fields(Segment)}  # keys that segments have a value of
-_READ: Mapping[str, Callable[[str], Any]] = {"<n>": int, "<x>": float, "off": "on".__eq__}
+READ: Mapping[str, Callable[[str], Any]] = {"<n>": int, "<x>": float, "off": "on".__eq__}
 _SEGMENTS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 _NUMBER = {"<n>": re.compile(r"-?\d{1,18}"), "<x>": re.compile(r"-?\d*\.?\d+|-?\d+\.")}
 
@@ -118,7 +116,7 @@ class Word:
     def number(self, key: str) -> Any:
         """Return the number of a key that takes one; None if it is not given, or auto."""
         value = self.value(key)
-        return None if value in (None, AUTO) else _READ[VALUES[key][0]](value)
+        return None if value in (None, AUTO) else READ[VALUES[key][0]](value)
 
 
 def spelled(segments: Sequence[int]) -> str:
@@ -132,55 +130,6 @@ def spelled(segments: Sequence[int]) -> str:
     return ",".join(
         f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
     )
-
-
-def chosen_by(word: Word, plain: Choice) -> Choice:
-    """Return what a word chooses.
-
-    Args:
-        word: the word.
-        plain: a choice of as many segments, with the defaults.
-
-    Raises:
-        ValueError: the word names a segment that there is not, or leaves a key to ``auto``.
-    """
-    choice, options = replace(plain, order=word.order), dict[str, Any]()
-    num_segments = len(choice.segments)
-    for part in word.parts:
-        if part.value == AUTO:
-            raise ValueError(f"{part}: only a run or a simulation can choose; give a value")
-        if part.key not in _STATES:
-            read = _READ[VALUES[part.key][0]]
-            options[part.key.replace("-", "_")] = read(part.value)
-            continue
-        some = part.segments or tuple(range(num_segments))
-        if some[-1] >= num_segments:
-            raise ValueError(
-                f"{part}: there is no segment {some[-1]}, a rank holds {num_segments}; "
-                f"give some of 0 to {num_segments - 1}"
-            )
-        choice = choice.changed(some, **{part.key: part.value})
-    return replace(choice, **options)
-
-
-def word_of(choice: Choice) -> Word:
-    """Return the word that ``--schedule`` takes for a choice: the inverse of `chosen_by`."""
-    return Word(choice.order, tuple(_parts_of(choice)))
-
-
-def _parts_of(choice: Choice) -> Iterator[Part]:
-    for key, values in VALUES.items():
-        if key in _STATES:
-            for value in values[1:]:
-                if some := choice.where(**{key: value}):
-                    is_all = len(some) == len(choice.segments)
-                    yield Part(key, value, None if is_all else some)
-            continue
-        given = getattr(choice, key.replace("-", "_"))
-        if isinstance(given, bool):
-            yield Part(key, values[given])
-        elif given is not None:
-            yield Part(key, str(given))
 
 
 def _place(part: Part) -> tuple[int, int]:

@@ -194,7 +194,7 @@ def build(
     if schedule in ONE_SEGMENT_SCHEDULES and num_segments != 1:
         raise PlanError(
             f"{schedule} runs one segment per rank, found {num_segments}; "
-            "try --segments 1, or --schedule aiao or interleaved"
+            "try one, or aiao or interleaved"
         )
     if forwards_ahead is not None:
         check_forwards_ahead(forwards_ahead, schedule)

@@ -14,6 +14,8 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 
+from megatron.fold3d.plan.ir import Plan
+
 _ONLY_TORCHS = re.compile(r"\d(I\d|UNSHARD|RESHARD)|OVERLAP_F_B")
 _SPLIT = re.compile(r"(\d+)(I|B)(\d+)")
 _STARTED = re.compile(r"(\d+)REDUCE_GRAD")
@@ -66,3 +68,23 @@ def _row(row: Sequence[str], split: set[str]) -> Iterator[str]:
                 yield f"{stage}W{microbatch}"
     all_started = [found[1] for word in row if (found := _STARTED.fullmatch(word))]
     yield from (f"{stage}STEP" for stage in all_started)
+
+
+def why_misplaced(plan: Plan, stage: int, rank: int) -> str:
+    """Return why a stage cannot be on a rank, as where torch places stages in a V.
+
+    There a second segment goes back through the ranks that the first one came by.
+    """
+    last = plan.num_stages - 1
+    is_v = plan.num_segments == 2 and all(
+        stage in (rank, last - rank)
+        for rank, program in enumerate(plan.programs)
+        for stage, _, _ in program
+    )
+    if not is_v:
+        return f"stage {stage} belongs to rank {stage % plan.num_ranks}"
+    return (
+        f"stage {stage} is on rank {rank}, as where stages are placed in a V (ZBV, DualPipeV): "
+        f"that placement is not supported, stage s is on rank s % {plan.num_ranks}; use a schedule "
+        "that places its stages in a loop, as torch's Interleaved1F1B and InterleavedZeroBubble do"
+    )

@@ -11,7 +11,18 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import count, product
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program, carried, gc_paused
+from megatron.fold3d.plan.ir import (
+    MOST_SHOWN,
+    Action,
+    Op,
+    Plan,
+    PlanError,
+    Program,
+    carried,
+    cell_of,
+    error_at,
+    gc_paused,
+)
 from megatron.fold3d.plan.ops import (
     FREE_OPS,
     P2P_OPS,
@@ -24,10 +35,6 @@ from megatron.fold3d.plan.ops import (
     Which,
 )
 from megatron.fold3d.plan.passes.transfers import add_p2p
-
-_COLUMNS = 4  # actions shown on either side of a marked one
-_ROWS = 8  # ranks shown at most
-_WIDTH = 13  # of an action, at least
 
 _GATHERED_AGAIN = (Op.FREE_PARAM, Op.ALL_GATHER_B)
 _READ = (Op.REDUCE_KEPT, Op.FINALIZE)
@@ -70,16 +77,10 @@ def _check_actions(plan: Plan) -> AbstractSet[tuple[int, Op]]:
     found: dict[tuple[int, Op], list[int | None]] = defaultdict(list)
     for rank, program in enumerate(plan.programs):
         for index, (stage, op, microbatch) in enumerate(program):
-            if (owner := stage % plan.num_ranks) != rank:
-                text = f"stage {stage} belongs to rank {owner}"
-                if _is_placed_in_a_v(plan):
-                    text = (
-                        f"stage {stage} is on rank {rank}, as where stages are placed in a V (ZBV, "
-                        "DualPipeV): that placement is not supported, stage s is on rank s % "
-                        f"{plan.num_ranks}; use a schedule that places its stages in a loop, as "
-                        "torch's Interleaved1F1B and InterleavedZeroBubble do"
-                    )
-                raise error_at(plan, {rank: index}, text)
+            if stage % plan.num_ranks != rank:
+                from megatron.fold3d.plan.torch_tables import why_misplaced
+
+                raise error_at(plan, {rank: index}, why_misplaced(plan, stage, rank))
             found[stage, op].append(microbatch)
     for (stage, op), microbatches in found.items():
         if len(set(microbatches)) < len(microbatches):
@@ -107,16 +108,6 @@ def _check_actions(plan: Plan) -> AbstractSet[tuple[int, Op]]:
             text = f"{late} comes too late; a stage reads its data in the order of micro-batches"
             raise error_at(plan, cell_of(plan, late), text)
     return actions
-
-
-def _is_placed_in_a_v(plan: Plan) -> bool:
-    """Tell whether a second segment goes back through the ranks that the first one came by."""
-    last = plan.num_stages - 1
-    return plan.num_segments == 2 and all(
-        stage in (rank, last - rank)
-        for rank, program in enumerate(plan.programs)
-        for stage, _, _ in program
-    )
 
 
 def _check_sync(plan: Plan, found: AbstractSet[tuple[int, Op]]) -> None:
@@ -318,32 +309,6 @@ def _deadlock(plan: Plan, position: list[int], blocked: Mapping[_Need, list[int]
             return error_at(plan, {rank: position[rank]}, text)
     reasons = "; ".join(
         f"rank {rank} waits at {plan.programs[rank][position[rank]]} for {need}"
-        for rank, need in sorted(waits.items())[:_ROWS]
+        for rank, need in sorted(waits.items())[:MOST_SHOWN]
     )
     return error_at(plan, {rank: position[rank] for rank in waits}, f"deadlock: {reasons}")
-
-
-def cell_of(plan: Plan, action: Action) -> dict[int, int]:
-    """Return the action's last position, as {rank: index}."""
-    rank = action.stage % plan.num_ranks
-    program = plan.programs[rank]
-    return {rank: len(program) - 1 - program[::-1].index(action)}
-
-
-def error_at(plan: Plan, marked: Mapping[int, int], text: str) -> PlanError:
-    """Add the grid below the message: a window of each rank's program, with marks as > <."""
-    first, last = min(marked), max(marked)
-    rows: dict[int, list[str]] = {}
-    for rank in range(max(0, first - 1), min(plan.num_ranks, last + 2))[:_ROWS]:
-        centre = marked.get(rank, marked[first])
-        start = max(0, centre - _COLUMNS)
-        rows[rank] = [
-            f">{action}<" if marked.get(rank) == start + i else f" {action} "
-            for i, action in enumerate(plan.programs[rank][start : centre + _COLUMNS + 1])
-        ]
-    width = max(_WIDTH, *(len(cell) + 1 for cells in rows.values() for cell in cells))
-    lines = [
-        f"  rank {rank:>2} |" + "".join(f"{cell:<{width}}" for cell in cells).rstrip()
-        for rank, cells in rows.items()
-    ]
-    return PlanError("\n".join([text, *lines]))

@@ -2,9 +2,8 @@
 
 from collections import defaultdict, deque
 
-from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.ir import Action, Op, Plan, error_at
 from megatron.fold3d.plan.ops import SUM_OPS
-from megatron.fold3d.plan.verify import error_at
 
 
 def check_weight_grads(plan: Plan) -> None:

@@ -35,17 +35,3 @@ def backward_shares(ready_s: Sequence[float], sync_s: Sequence[float]) -> tuple[
     return tuple(
         1 - left / whole if whole else 1.0 for left, whole in zip(left_s, sync_s, strict=True)
     )
-
-
-def forwards_before_gather(rest: float, gathered: float, num_microbatches: int) -> int:
-    """Return how many forwards of the segment before should overlap a segment's reduce-scatter.
-
-    The forwards of the segment before overlap first the rest of the reduce-scatter, then the
-    all-gather. They are divided in proportion to the two.
-
-    Args:
-        rest: the remaining part of the reduce-scatter, in the unit of ``gathered``.
-        gathered: the all-gather, in bytes or in seconds.
-        num_microbatches: micro-batches of a segment.
-    """
-    return round(num_microbatches * rest / (rest + gathered)) if rest else 0

@@ -16,7 +16,6 @@ def forwards_that_hide(forward_s: float, backward_s: float, transfer_s: float) -
 
     Args:
         forward_s: time of one micro-batch's forward in one stage, on the slowest rank.
-        backward_s: time of its backward.
         transfer_s: one transfer, including its wait for others on the link.
     """
     period_s = forward_s + backward_s

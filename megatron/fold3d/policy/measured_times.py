@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Self
 
-from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
+from megatron.fold3d.plan.memory import HeldSizes
 
 _LEAST_S = 1e-9  # no clock sees less
 _USABLE = 0.9  # of free memory; the rest is for fragmentation, other processes and variation

@@ -14,7 +14,6 @@ class Segments:
     """A number of segments and the reason for it.
 
     Attributes:
-        num_segments: segments of a rank.
         reason: why so many.
         layers: the number of layers of each stage, where the numbers differ.
     """
@@ -39,7 +38,6 @@ def by_rule(
         compute_s: one iteration's computation of a rank.
         message_s: one micro-batch's message between two ranks.
         grad_sync_s: DP.sync of all of a rank's gradients.
-        num_microbatches: per iteration.
     """
     microbatches = num_microbatches
     hidden_s = {

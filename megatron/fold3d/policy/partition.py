@@ -8,8 +8,8 @@ of the iteration. If only few layouts have a bound below the best iteration, the
 all, and the result is exact.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from math import inf
 
@@ -28,7 +28,6 @@ class RankTimes:
     Attributes:
         layer_s: one layer's forward and backward, the same for all layers.
         rank_s: forward and backward of a rank's other modules: embedding, head.
-        num_microbatches: per iteration.
     """
 
     layer_s: float
@@ -55,8 +54,6 @@ class Partition:
     """The layers of each stage, and how they were found.
 
     Attributes:
-        layers: the number of layers of each stage.
-        iteration_s: the time of an iteration with them.
         is_exact: whether every layout that fits was tried or cannot be better.
         simulated: the number of layouts whose iteration was simulated.
     """
@@ -83,85 +80,56 @@ def best_partition(
         start: the first layout to try, such as one as even as possible.
         iteration_s: returns a layout's iteration time; infinite if it does not fit into memory.
         times: the times of the ranks; None if layers differ, and then no layout is proved best.
-        most_simulated: the most layouts to simulate.
     """
-    search = _Search(iteration_s, times, most_simulated)
-    search.look_at(start)
-    if times is not None and most_simulated > 1:
-        search.look_at(_balanced(start, times))
-    while search.moves_one_layer():
-        pass
-    return Partition(
-        is_exact=times is not None and search.looks_at_all(start, times),
-        layers=search.best,
-        iteration_s=search.best_s,
-        simulated=len(search.known),
-    )
-
-
-@dataclass(slots=True)
-class _Search:
-    """The best layout so far, and the times of all that were tried."""
-
-    iteration_s: Callable[[Layers], float]
-    times: RankTimes | None
-    left: int
-    """How many layouts may still be simulated."""
-    known: dict[Layers, float] = field(default_factory=dict)
+    known: dict[Layers, float] = {}
     best: Layers = ()
-    best_s: float = inf
+    best_s = inf
 
-    def look_at(self, layers: Layers) -> None:
-        if layers in self.known:
-            return
-        self.left -= 1
-        seconds = self.known[layers] = self.iteration_s(layers)
-        if not self.best or seconds < self.best_s * (1 - _ALIKE):
-            self.best, self.best_s = layers, seconds
+    def left() -> int:
+        return max(0, most_simulated - len(known))
 
-    def moves_one_layer(self) -> bool:
-        """Make the most promising move of one layer that helps; return whether there was one."""
-        before = self.best
-        if self.left > 0:
-            self._look_at_those_that_could_be_better(list(_moves(before)), only_one=True)
-        return self.best != before
+    def look_at(layers: Layers) -> bool:
+        """Simulate a layout; return whether it is better than all before."""
+        nonlocal best, best_s
+        seconds = known[layers] = iteration_s(layers)
+        is_better = not best or seconds < best_s * (1 - _ALIKE)
+        if is_better:
+            best, best_s = layers, seconds
+        return is_better
 
-    def looks_at_all(self, start: Layers, times: RankTimes) -> bool:
+    def promising(layouts: Iterable[Layers]) -> Iterator[Layers]:
+        """Yield the new layouts that could be better, in the order of their bounds."""
+        bounds_s = {layers: times.iteration_s(layers) if times else 0.0 for layers in layouts}
+        for layers in sorted(bounds_s, key=bounds_s.__getitem__):
+            if bounds_s[layers] >= best_s * (1 - _ALIKE):
+                return
+            if layers not in known:
+                yield layers
+
+    def looks_at_all(times: RankTimes) -> bool:
         """Try all layouts that could be better; return False if there are too many of them."""
-        if self.best_s == inf:
+        if best_s == inf:
             return False
         most = [
-            int(min(sum(start), times.most_layers(rank, self.best_s * (1 + _ALIKE))))
+            int(min(sum(start), times.most_layers(rank, best_s * (1 + _ALIKE))))
             for rank in range(len(times.rank_s))
         ]
-        layouts = _layouts(sum(start), len(start), most)
-        promising = list(islice(layouts, MOST_COMPARED + 1))
-        return len(promising) <= MOST_COMPARED and self._look_at_those_that_could_be_better(
-            promising
-        )
-
-    def _look_at_those_that_could_be_better(
-        self, layouts: list[Layers], *, only_one: bool = False
-    ) -> bool:
-        """Try layouts in the order of their bounds; return whether the budget allowed all.
-
-        Args:
-            layouts: the layouts to try.
-            only_one: whether to stop at the first one that is better.
-        """
-        before = self.best
-        for layers in sorted(layouts, key=self._bound_s):
-            if self._bound_s(layers) >= self.best_s * (1 - _ALIKE):
-                return True  # as all that follow
-            if layers not in self.known and self.left <= 0:
+        layouts = [*islice(_layouts(sum(start), len(start), most), MOST_COMPARED + 1)]
+        if len(layouts) > MOST_COMPARED:
+            return False
+        for layers in promising(layouts):
+            if not left():
                 return False
-            self.look_at(layers)
-            if only_one and self.best != before:
-                return True
+            look_at(layers)
         return True
 
-    def _bound_s(self, layers: Layers) -> float:
-        return 0.0 if self.times is None else self.times.iteration_s(layers)
+    look_at(start)
+    if times is not None and most_simulated > 1 and (balanced := _balanced(start, times)) != start:
+        look_at(balanced)
+    while any(map(look_at, islice(promising(_moves(best)), left()))):
+        pass
+    is_exact = times is not None and looks_at_all(times)
+    return Partition(layers=best, iteration_s=best_s, is_exact=is_exact, simulated=len(known))
 
 
 def _balanced(start: Layers, times: RankTimes) -> Layers:

@@ -1,10 +1,10 @@
-"""What is predicted of a choice: the order that it runs in, its shares, and its time."""
+"""What is predicted of a choice: the job that runs it, and its time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.compile import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,17 +12,18 @@ class Predicted:
     """A choice for iterations of some number of micro-batches.
 
     Attributes:
-        choice: the choice.
-        order: its order of computation, with the weight gradients that fill gaps.
-        shares: by stage, the part of its sum that starts in its iteration; empty is all.
+        job: what runs: with its shares, and in its order of computation.
         seconds: of an iteration whose step is neither clipped nor skipped; infinite if memory has
             no room.
     """
 
-    choice: Choice
-    order: Plan
-    shares: tuple[float, ...] = ()
+    job: Job
     seconds: float
+
+    @property
+    def choice(self) -> Choice:
+        """The choice."""
+        return self.job.choice
 
 
 @dataclass(frozen=True, slots=True)

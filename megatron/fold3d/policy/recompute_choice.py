@@ -22,7 +22,6 @@ class StageBytes(NamedTuple):
     """The bytes that one micro-batch's forward of a stage keeps for its backward.
 
     Attributes:
-        layers: the number of layers of the stage.
         recomputed: the bytes if all layers are recomputed.
         kept: the bytes that each layer adds if it is not recomputed.
     """
@@ -87,7 +86,6 @@ def fewest_counts(
     Among several such choices, take the one with the lowest peak memory.
 
     Args:
-        program: the program of the rank.
         stages: the stages of the rank, as measured or predicted.
         limit: the most bytes that saved activations may take with what is beside them.
         beside: bytes that stay, such as parameters.
@@ -179,8 +177,6 @@ def _most_kept(
     there is only one moment, the first branch is already the best.
 
     Args:
-        moments: those at which memory may peak.
-        layers: the number of layers of each stage.
         room: the room at each moment, in layers of one micro-batch.
     """
     alone = [moment.recomputing for moment in moments]

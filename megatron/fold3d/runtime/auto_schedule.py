@@ -21,7 +21,6 @@ Keeps one invariant: all ranks choose in the same iteration, from the same numbe
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,22 +28,21 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.compile import Job
+from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.ops import COMPUTE_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.weight_grads import split_in_place
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.predicted import Predicted, Predictions
 from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
-from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of
 from megatron.fold3d.runtime.measure.run_recorder import RunRecorder
 from megatron.fold3d.runtime.measure.timing import clock, slowest
-from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.trial import TIMED, Trial
 
 if TYPE_CHECKING:
+    from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
-    from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +56,9 @@ class AutoSchedule(Feature):
 
     Args:
         config: the configuration of the run.
-        plans: the plans of the run.
         search: begins a search: `SearchProcess`, which is not importable from here.
         due: takes the steps that reach into the next iteration, if the run may have any.
-        replicated: takes the steps of replicated segments, if the run may have any.
+        delta: knows what is gathered of parameters, if they are coded.
     """
 
     preparing = "the measurement of its links"
@@ -69,23 +66,22 @@ class AutoSchedule(Feature):
     def __init__(
         self,
         config: Fold3DConfig,
-        plans: Plans,
         search: Callable[..., Any],
         *,
         due: "DueSteps | None" = None,
-        replicated: "ReplicatedSegments | None" = None,
+        delta: "DeltaGather | None" = None,
     ) -> None:
-        self._config, self._plans, self._search = config, plans, search
-        self._due, self._replicated = due, replicated
+        self._config, self._search = config, search
+        self._due = due
         self._device = torch.device(config.device)
-        self._recorder = RunRecorder(self._device)
+        self._recorder = RunRecorder(self._device, delta)
         self._trials: dict[int, Trial] = {}
         self._trained = 0  # iterations before a choice is told
         self._iterations = 0
         self._size = 0  # micro-batches of the iterations that `_iterations` counts
         self._index = 0  # of the choice that runs
+        self._first: Job | None = None  # what the flags say
         self._chooses_all = config.choice.order == "auto"
-        self._num_replicas = 1
 
         # While a search goes on: what was measured, and the search itself on the first rank.
         self._times: MeasuredTimes | None = None
@@ -101,24 +97,19 @@ class AutoSchedule(Feature):
     def _is_free(self) -> bool:
         return self._due is None or self._due.is_free
 
-    def choose_plan(self, plan: Plan, rank: int) -> Plan:
-        """Take account of the iteration before; return the plan of the choice that runs now."""
+    def decide(self, job: Job, rank: int) -> Job:
+        """Take account of the iteration before; return what runs now."""
         self._count()
-        size, before = plan.num_microbatches, (self._size, self._index)
+        size, before = job.num_microbatches, (self._size, self._index)
         if size != self._size:
             self._size = size
             self._iterations = SEARCHES if size in self._trials else 0
             self._recorder.clear()
             self._end_search()
-        chosen = self._now(plan)
+        chosen = self._now(job)
+        self._first = job
         self._follows_itself = before == (self._size, self._index)
-        if chosen is not self._plans.chosen(size):
-            self._plans.choose(size, chosen)
-            plan = self._plans.training(size)
-        if self._replicated is not None:
-            choice = self._config.choice if chosen is None else chosen.choice
-            self._replicated.choose(choice.where(optimizer="replicated"))
-        return plan
+        return chosen
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return handlers that time the computations of the second training iteration."""
@@ -171,30 +162,26 @@ class AutoSchedule(Feature):
 
     def search(self, times: MeasuredTimes, iteration: Iteration) -> None:
         """Let the first rank begin to search the choices worth trying."""
-        sizes = [float(group_of(group).size()) for group in bucket_groups(*iteration.chunks)]
-        (replicas,) = slowest([max(sizes, default=1.0)], iteration.device)
-        self._times, self._num_replicas = times, int(replicas)
+        self._times = times
         if dist.get_rank() != 0:
             return
-        config, order, first = self._config, self._plans.order(self._size), self._config.choice
+        config, job = self._config, self._first
+        assert job is not None, "no iteration has begun"
         if self._chooses_all:
-            first = replace(first, order=first.schedule)
-        if first.fills_gaps:
-            order = order.select(COMPUTE_OPS - WEIGHT_OPS)
+            job = replace(job, choice=replace(job.choice, order=job.choice.schedule))
+        if job.choice.fills_gaps:
+            job = replace(job, order=job.computed.select(COMPUTE_OPS - WEIGHT_OPS))
         num_layers = sum(isinstance(m, TransformerLayer) for m in iteration.chunks[-1].modules())
         self._running = self._search(
             times=times,
-            first=first,
-            order=order,
-            features=config.features,
-            free=config.free(self._num_replicas),
+            job=job,
+            free=config.free(),
             frees_order=self._chooses_all,
             frees_ahead="ahead" in config.auto,
             tied=config.ties_embeddings,
             keeps_forwards=config.keeps_forwards,
-            parameter_share=config.parameter_share,
             preemptive=config.preemptive_comm,
-            shard_shares=started_shares(num_layers, self._num_replicas),
+            shard_shares=started_shares(num_layers, config.num_replicas),
             # Steps that may be clipped come after an all-reduce: nothing else carries steps.
             shards=self._chooses_all and not self._is_free,
         )
@@ -224,35 +211,28 @@ class AutoSchedule(Feature):
         cuts = [
             one.choice.carries
             or one.choice.where(optimizer="replicated")
-            or (self._config.features.reduces_early and one.choice.splits)
+            or (self._config.job.reduces_early and one.choice.splits)
             for one in found.choices
         ]
-        if self._chooses_all and self._num_replicas > 2 and any(cuts):
+        if self._chooses_all and self._config.num_replicas > 2 and any(cuts):
             logger.info(
                 "--schedule auto tries what adds up the gradients of %s replicas in another "
                 "order: results may differ from stock's by rounding. --deterministic-mode "
                 "keeps stock's order",
-                self._num_replicas,
+                self._config.num_replicas,
             )
 
-    def _now(self, plan: Plan) -> Predicted | None:
-        """Return the choice for the iteration that begins; None is the first one."""
+    def _now(self, first: Job) -> Job:
+        """Return what the iteration that begins runs; ``first`` until something is found."""
         trial, number = self._trials.get(self._size), self._iterations + 1
         if trial is not None:
             self._index = trial.current(free=self._is_free)
-            return trial.choices[self._index]
+            return trial.choices[self._index].job
         self._index = 0
-        order = self._plans.order(plan.num_microbatches)
         splits = "wgrad" in self._config.auto or self._config.apart
-        if number == MEASURED and splits and not order.has(*WEIGHT_OPS):
-            first = self._config.choice
-            return Predicted(
-                choice=first,
-                order=split_in_place(order),
-                shares=self._plans.shares(order),
-                seconds=inf,
-            )
-        return None
+        if number == MEASURED and splits and not first.computed.has(*WEIGHT_OPS):
+            return replace(first, order=split_in_place(first.computed))
+        return first
 
     def _count(self) -> None:
         """Note the time of an iteration that has ended; with a choice's last one, compare."""

@@ -19,7 +19,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.fold3d.plan.ir import Action, Op, Plan
-from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.ops import BACK, FORTH
 from megatron.fold3d.runtime.computations import Computations
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration, note_place
@@ -119,11 +118,10 @@ class Executor:
     def _plan(self, num_microbatches: int, rank: int, *, trains: bool) -> Plan:
         if not trains:
             return self._plans.evaluation(num_microbatches)
-        plan = self._plans.training(num_microbatches)
+        job = self._plans.job(num_microbatches)
         for feature in self._features:
-            plan = feature.choose_plan(plan, rank)
-        self._plans.latest = plan
-        return plan
+            job = feature.decide(job, rank)
+        return self._plans.training(job)
 
     def _run_iteration(self, iteration: Iteration, computations: Computations) -> None:
         for feature in self._features:
@@ -146,6 +144,8 @@ class Executor:
     def _announce(self, plan: Plan) -> None:
         """Log the plan at the first call."""
         if not self._is_announced and dist.get_rank() == 0:
+            from megatron.fold3d.plan.memory import peak_activations  # no other rank needs it
+
             logger.info(
                 "plan of %s: %s ranks, %s segments, %s micro-batches, activations held by rank: %s",
                 self._plans.name,

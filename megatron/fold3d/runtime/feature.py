@@ -26,6 +26,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.ops import FORTH
 
@@ -115,9 +116,14 @@ class Feature:
     preparing = "the beginning of an iteration"
     draining = "the end of its program"
 
-    def choose_plan(self, plan: Plan, rank: int) -> Plan:
-        """Return the plan of a training iteration, or another one of the run's plans."""
-        return plan
+    def decide(self, job: Job, rank: int) -> Job:
+        """Return what a training iteration runs in place of ``job``; outermost features first.
+
+        Args:
+            job: what the flags say, or what the features before have made of it.
+            rank: this rank's position in the pipeline.
+        """
+        return job
 
     def prepare(self, iteration: Iteration) -> None:
         """Prepare for an iteration; outermost features first, on all ranks together."""

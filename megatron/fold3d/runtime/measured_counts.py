@@ -27,8 +27,7 @@ from megatron.fold3d.policy.recompute_choice import (
 )
 from megatron.fold3d.runtime.device import free_device_bytes, held_device_bytes, peak_device_bytes
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration, within
-from megatron.fold3d.runtime.measure.run_recorder import RunRecorder
-from megatron.fold3d.runtime.measure.saved_bytes import SavedBytes
+from megatron.fold3d.runtime.measure.saved_bytes import SavedBytes, left_bytes
 from megatron.fold3d.runtime.measure.timing import gathered
 from megatron.fold3d.runtime.recompute_counts import blocks_of, recompute_first
 
@@ -112,8 +111,7 @@ class MeasuredCounts(Feature):
             return
         if number == _ALL_BUT_ONE:
             self._recompute(stage, max(0, layers - 1))
-        recorder = RunRecorder(iteration.device)
-        self._left[stage, number] = recorder.left_bytes(lambda: run(action), iteration.chunks)
+        self._left[stage, number] = left_bytes(lambda: run(action), iteration)
         self._recompute(stage, layers)
 
     def _agree(self, iteration: Iteration) -> None:

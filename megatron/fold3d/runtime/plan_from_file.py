@@ -5,7 +5,7 @@ from pathlib import Path
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.files import parse_plan, read_file
 from megatron.fold3d.plan.ir import Op, Plan, PlanError, Program, carried
-from megatron.fold3d.plan.ops import FREE_OPS, SUM_OPS, TABLE, UPDATE_OPS
+from megatron.fold3d.plan.ops import FREE_OPS, SUM_OPS
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 
 
@@ -23,14 +23,12 @@ def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
             f"found {_sizes(*found)}, this run has {_sizes(*needed)}; "
             "a plan file fits one size: change the flags, or name a schedule"
         )
-    if not config.features.shards_params and plan.has(*FREE_OPS):
+    if config.job.shards == "off" and plan.has(*FREE_OPS):
         raise PlanError("found FREE_PARAM in the plan; give --shard-segments weights")
-    if not config.features.shards_grads and plan.has(Op.FREE_GRAD):
+    if config.job.shards != "gradients" and plan.has(Op.FREE_GRAD):
         raise PlanError("found FREE_GRAD in the plan; give --shard-segments gradients")
     for program in plan.programs:
         _check_sums(config, program)
-    if config.features.grad_sync == "serial":  # Megatron then sums behind all backwards
-        plan = plan.select(frozenset(TABLE) - SUM_OPS - UPDATE_OPS)
     if plan.has(Op.OFFLOAD) and config.offload_activations == "off":
         raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
     return plan
@@ -41,7 +39,7 @@ def _check_sums(config: Fold3DConfig, program: Program) -> None:
     early, late, choice = stages_in_parts(program), carried(program), config.choice
     whole = choice.stages(config.num_ranks, optimizer="replicated")
     for stage in early:
-        if choice.carries or not config.features.reduces_early:
+        if choice.carries or not config.job.reduces_early:
             raise PlanError(
                 f"found parts of stage {stage}'s DP.sync between its weight gradients; this run "
                 "can only start it behind them (docs/architecture.md, DP.sync between weight "
@@ -50,7 +48,7 @@ def _check_sums(config: Fold3DConfig, program: Program) -> None:
     for action in program:
         stage, op, _ = action
         if op in SUM_OPS:
-            in_shards = config.features.steps_shards and stage not in whole
+            in_shards = config.job.steps_shards and stage not in whole
             if (op is Op.REDUCE_SCATTER) != in_shards:
                 ours = Op.REDUCE_SCATTER if in_shards else Op.ALL_REDUCE
                 raise PlanError(

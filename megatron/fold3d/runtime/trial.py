@@ -52,8 +52,8 @@ class Trial:
         rows: list[Sequence[str]] = [("choice", "predicted", "took", "")]
         for i, one in enumerate(self.choices):
             notes = [f"kept after {after} iterations"] if i == kept else []
-            if one.shares and one.choice.carries:
-                shares = ", ".join(f"{share:.2f}" for share in one.shares)
+            if one.job.shares and one.choice.carries:
+                shares = ", ".join(f"{share:.2f}" for share in one.job.shares)
                 notes.append(f"shares of DP.sync behind a stage's backwards {shares}")
             if one.choice.carries and not free:
                 notes.append("waits until steps are not clipped")

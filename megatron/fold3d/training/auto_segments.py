@@ -30,15 +30,18 @@ from megatron.fold3d.config.layer_split import (
 )
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.policy.num_segments import Segments, by_rule
 from megatron.fold3d.policy.partition import Layers
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.predict.search.candidates import MOST_SEGMENTS
-from megatron.fold3d.predict.search.segments import SimulatedRun, by_simulation, with_layers
+from megatron.fold3d.predict.search.segments import by_simulation, with_layers
 from megatron.fold3d.training.layer_memory import room_for_layers
 from megatron.fold3d.training.leaving import meeting_point
 from megatron.fold3d.training.measurement_cache import MeasurementCache
+from megatron.fold3d.training.mistakes import script
 
 PATIENCE_S = 600.0
 _PLAIN = (str, int, float, bool)
@@ -56,9 +59,6 @@ def choose(
     tells the paper's too, if its rule has one: it knows equally many layers only.
 
     Args:
-        args: Megatron's namespace, as parsed.
-        measured: the times that were measured on the run's hardware.
-        num_microbatches: per iteration.
         fits: whether memory has room for layers that are not even, as in `with_layers`; if it is
             not known, they are even.
 
@@ -69,11 +69,11 @@ def choose(
     word, num_ranks = word_of(args), int(args.pipeline_model_parallel_size)
     rank_layers = layers / num_ranks
     layer_s = measured.layer_forward_s + measured.layer_backward_s
-    pipeline = SimulatedRun(
+    plain = Choice.plain("aiao" if word.order == AUTO else word.order, 1, share=1.0)
+    job = Job(
+        choice=plain.changed(step="next") if word.value("step") == "next" else plain,
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
-        schedule="aiao" if word.order == AUTO else word.order,
-        deferred=word.value("step") == "next",
     )
     if fits is None or not may_be_uneven(args):
         if not options:
@@ -81,11 +81,11 @@ def choose(
         found = by_simulation(
             options,
             lambda n: measured.costs((layers / (num_ranks * n),) * (num_ranks * n)),
-            pipeline,
+            job,
         )
     else:
         others = range(1, min(MOST_SEGMENTS, layers // num_ranks) + 1)
-        found = with_layers({*options, *others}, layers, measured.costs, pipeline, fits)
+        found = with_layers({*options, *others}, layers, measured.costs, job, fits)
     if not options:
         return found
     rule = by_rule(
@@ -106,15 +106,14 @@ def flags_of(chosen: Segments) -> list[str]:
 
 
 def choose_segments(
-    args: Namespace, argv: Sequence[str], defaults: Mapping[str, Any], *, evenly: bool
-) -> tuple[list[str], str]:
-    """Return the flags of the choice, the same on every rank, and on the first rank the reason.
+    args: Namespace, argv: Sequence[str], defaults: Mapping[str, Any], *, builds_own_model: bool
+) -> list[str]:
+    """Return the flags of the choice, the same on every rank; the first rank says the reason.
 
     Args:
-        args: Megatron's namespace, as parsed.
         argv: the flags it was parsed from; a script's own may be among them.
         defaults: values of flags that are not given, by their attributes' names.
-        evenly: whether all stages are to get equally many layers.
+        builds_own_model: as of `launch.prepare`; all stages then get equally many layers.
 
     Raises:
         ValueError: torchrun did not start the run, or the model cannot be measured.
@@ -128,7 +127,8 @@ def choose_segments(
     if os.environ["RANK"] != "0":
         if store.get("measure") == b"1":
             measure(argv, defaults)
-        return store.get("segments").decode().split(), ""
+        agreed: list[str] = store.get("segments").decode().split()
+        return agreed
     kept = MeasurementCache(args)
     measured = kept.read()
     store.set("measure", str(int(measured is None)))
@@ -137,7 +137,7 @@ def choose_segments(
         measured = HardwareProfile.from_json(measure(argv, defaults))
         source = f"measured now, kept in {kept.path}"
         kept.write(measured)
-    room = None if evenly else room_for_layers(args)
+    room = None if builds_own_model else room_for_layers(args)
     choice = choose(args, measured, job_sizes.num_microbatches(args), room)
     # For `fold3d simulate --costs`.
     stages = int(args.pipeline_model_parallel_size) * choice.num_segments
@@ -146,7 +146,14 @@ def choose_segments(
     kept.path.with_name(name).write_text(costs.to_json(), encoding="utf-8")
     flags = flags_of(choice)
     store.set("segments", " ".join(flags))
-    return flags, f"{shlex.join(flags)}; {choice.reason}; {source}"
+    said = [f"{shlex.join(flags)}; {choice.reason}; {source}"]
+    if builds_own_model:
+        said.append(
+            "measured is a layer of the GPT that Megatron's flags describe; if this script's "
+            "layers take other times, try other --segments N too"
+        )
+    sys.stderr.writelines(f"{script()}: --segments auto: {line}\n" for line in said)
+    return flags
 
 
 def measure(argv: Sequence[str], defaults: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ NOT_BERT = (
     "calculate_per_token_loss",  # the two losses count different things
     "fim_data",
     "hybrid_layer_pattern",
+    "logits_load_dir",
     "mock_data",
     "mtp_num_layers",
     "num_experts",

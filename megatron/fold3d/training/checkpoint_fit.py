@@ -36,17 +36,14 @@ _LAYOUT = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
 )
-_FLAGS = {
-    "add_bias_linear": "--disable-bias-linear",
-    "virtual_pipeline_model_parallel_size": "--segments",
-}  # that are named otherwise
+_NAMED = {  # flags that are named otherwise
+    "add_bias_linear": "disable_bias_linear",
+    "virtual_pipeline_model_parallel_size": "segments",
+}
 
 
 def check_checkpoint(args: Namespace) -> None:
     """Check that the run fits the checkpoint of ``--load``, if there is one.
-
-    Args:
-        args: Megatron's namespace, validated.
 
     Raises:
         ValueError: one line for each flag that does not fit, or why nothing could be read.
@@ -111,5 +108,5 @@ def _differences(args: Namespace, saved: Namespace, is_sharded: bool) -> Iterato
         theirs, ours = getattr(saved, name), getattr(args, name, None)
         if theirs != ours:
             fix = "give --no-load-optim" if name == "optimizer" else "load another checkpoint"
-            flag = _FLAGS.get(name) or flag_of(name)
+            flag = flag_of(_NAMED.get(name, name))
             yield f"{name} {theirs}, this run has {ours}; change {flag}, or {fix}"

@@ -8,6 +8,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from shlex import quote
 
 from megatron.fold3d.commands.auto_tries import lines as lines_of_auto
 from megatron.fold3d.commands.auto_tries import tries
@@ -20,15 +21,14 @@ from megatron.fold3d.config.bucket_flags import has_one_queue
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import has_many_queues
 from megatron.fold3d.config.job_sizes import ranks_of_model
-from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedule_word import AUTO
-from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
-from megatron.fold3d.predict.search.planner import USABLE_MEMORY
+from megatron.fold3d.predict.cost_model.cluster import NODES, USABLE_MEMORY, Cluster, cluster
+from megatron.fold3d.predict.search.planner import strongest_stock
 from megatron.fold3d.predict.search.settled import PredictedRun
 
 _GIB = 2**30
@@ -55,11 +55,10 @@ def set_world_size(args: Namespace, known: Cluster | None) -> None:
     os.environ["WORLD_SIZE"] = str(args.world_size)
 
 
-def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
+def report(args: Namespace, config: Fold3DConfig, plan: Plan | None) -> Iterator[str]:
     """Yield lines that describe a run that can begin, with the planner's estimates.
 
     Args:
-        args: Megatron's namespace, validated.
         plan: the plan of an iteration; None for stock Megatron's schedule.
 
     Raises:
@@ -82,12 +81,14 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
         begins = " begins in stock's order" if named == AUTO else ""
         yield f"plan: {file_of(named) or named}{begins}, {shape}, verified"
     known = cluster(args.check) if args.check else None
-    config = read_config(args)
     try:
-        run, order = planned(args, config, known)
-        found = run.simulated(order)
+        run = planned(args, config, known)
+        found = run.simulated()
         timeline, peaks = found.timeline, run.peaks(found)
         of_auto = tries(run, config) if known and config.choice.order == AUTO else ()
+        alike = None
+        if of_auto and known is not None and run.shape is not None:
+            alike = strongest_stock(run.shape, known, run.candidate)
     except ValueError as error:  # of the planner; the run does not ask it
         yield f"no estimate of memory and time: {error}"
         return
@@ -100,19 +101,27 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
     if of_auto:
         stock, *tried = of_auto
         yield "--schedule auto measures, and is then predicted to try:"
-        yield from (f"  {line}" for line in lines_of_auto(stock, tried))
+        yield from (f"  {line}" for line in lines_of_auto(stock, tried, alike))
+    if known is not None:
+        yield _next(known, args.check)
     if notes := [*_left_out(args, known)]:
         yield f"not in these estimates: {', '.join(notes)}"
 
 
-def planned(
-    args: Namespace, config: Fold3DConfig, known: Cluster | None
-) -> tuple[PredictedRun, Plan]:
-    """Return the planner's view of a run, and its order of computation.
+def _next(known: Cluster, name: str) -> str:
+    """Return what trains the job beside the strongest of stock."""
+    gpus = known.gpus_per_node
+    return (
+        f"next: CLUSTER={quote(name)} sbatch --nodes={known.num_nodes} --ntasks-per-node={gpus} "
+        f"--gpus-per-node={gpus} scripts/slurm/compare.sbatch, and the job's flags without --check "
+        "and --schedule"
+    )
+
+
+def planned(args: Namespace, config: Fold3DConfig, known: Cluster | None) -> PredictedRun:
+    """Return the planner's view of a run, settled.
 
     Args:
-        args: Megatron's namespace, validated.
-        config: read from it.
         known: the cluster, if one is named.
 
     Raises:

@@ -32,6 +32,7 @@ NOT_PLAIN_GPT = (
     "fim_data",
     "hybrid_context_parallel",
     "hybrid_layer_pattern",
+    "logits_load_dir",
     "perform_rl_step",
     "sft",
     "vision_pretraining",
@@ -110,12 +111,13 @@ def loss_func(
 
 
 def forward_step(
-    data_iterator: Iterator[Batch] | None, model: torch.nn.Module
-) -> tuple[torch.Tensor, Callable[..., Any]]:
+    data_iterator: Iterator[Batch] | None, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
     """Run one micro-batch through one model chunk; return its output and its loss function.
 
     The output is ``[seq, batch, hidden]``, or of the last chunk the loss of each token,
-    ``[batch, seq]``; valid on the current stream. The loss function applies to the latter.
+    ``[batch, seq]``; valid on the current stream. The loss function applies to the latter. Stock's
+    schedule for ``--overlap-moe-expert-parallel-comm`` asks for the steps in place of an output.
     """
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     timer = get_timers()("batch-generator", log_level=2)
@@ -124,7 +126,8 @@ def forward_step(
     timer.stop()
     inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
     loss_mask: Any = batch.get("loss_mask")
-    output = model(*inputs, labels=batch.get("labels"), loss_mask=loss_mask)
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(*inputs, labels=batch.get("labels"), loss_mask=loss_mask)
     return output, functools.partial(loss_func, loss_mask)
 
 

@@ -32,7 +32,7 @@ from megatron.fold3d.config.all_flags import add_arguments
 from megatron.fold3d.config.gpu_settings import OFFLOAD_LIBRARY, blocking_settings
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.runtime import preemption
-from megatron.fold3d.runtime.measure import lanes, layer_rates, link_speeds, timing
+from megatron.fold3d.runtime.measure import lanes, layer_rates, timing
 
 _PREEMPTION = Path(preemption.__file__).parent
 _TIMEOUT = timedelta(seconds=120)
@@ -56,7 +56,7 @@ def main() -> None:
     with suppress(metadata.PackageNotFoundError):  # imported from a checkout
         requirements = metadata.requires("fold3d") or ()
     findings = [*untested(requirements), *_torch(), *_extensions(), *_patches()]
-    measured: list[link_speeds.LinkSpeed] = []
+    measured: list[lanes.Link] = []
     machine: dict[str, Any] = {}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         others, measured, machine = meet(findings, measures=sys.argv[1:] == ["measure"])
@@ -146,7 +146,7 @@ def connections(environment: Mapping[str, str]) -> Finding:
         return Finding("launches", "bad", found, f"unset {names}")
     if value == "1":
         found = "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one hardware queue"
-        fix = "right for tensor or context parallelism before Blackwell, else unset it"
+        fix = "right for tensor or context parallelism before Blackwell, else give 32"
         return Finding("launches", "note", found, fix)
     return Finding("launches", "ok", f"CUDA_DEVICE_MAX_CONNECTIONS={value or '8, the default'}")
 
@@ -192,7 +192,7 @@ def _patches() -> Iterator[Finding]:
 
 def meet(
     mine: list[Finding], *, measures: bool = False
-) -> tuple[list[Finding], list[link_speeds.LinkSpeed], dict[str, Any]]:
+) -> tuple[list[Finding], list[lanes.Link], dict[str, Any]]:
     """Return what other ranks found that this one did not, links, and if asked for the machine."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")
@@ -201,7 +201,7 @@ def meet(
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_TIMEOUT)
     everyones = timing.gathered(mine)
-    measured = link_speeds.measure(link_speeds.pairs(dist.get_world_size()), device)
+    measured = lanes.links(device)
     machine, busy_gpus = _machine(device) if measures else ({}, ())
     dist.destroy_process_group()
     others: dict[Finding, int] = {}

@@ -6,14 +6,10 @@ imported only if our own flags are right.
 """
 
 import io
-import json
-import linecache
 import logging
 import os
 import re
 import sys
-import time
-import traceback
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,39 +17,34 @@ from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, 
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import fold3d_patches
 from fold3d_patches.cpu import flags as cpu_flags
 from fold3d_patches.registry import apply, check_version
-from megatron.fold3d.commands.console import suggestion
 from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
 from megatron.fold3d.config.gpu_settings import (
     BLACKWELL,
     FUSION_KERNEL,
     MOST_CONNECTIONS,
     default_flags,
+    delta_library_problems,
     gpu_problems,
     has_many_queues,
 )
 from megatron.fold3d.config.job_sizes import num_microbatches
 from megatron.fold3d.config.read_config import read_config
-from megatron.fold3d.config.run_flags import data_problems, run_problems
+from megatron.fold3d.config.run_flags import run_problems
 from megatron.fold3d.config.schedule_flags import word_of
-from megatron.fold3d.config.spelling import flag_of
-from megatron.fold3d.observe.breakdown import Flops
-from megatron.fold3d.plan.choice import file_of
-from megatron.fold3d.plan.schedule_word import AUTO
-from megatron.fold3d.predict.cost_model.model_shape import Family
-from megatron.fold3d.predict.cost_model.presets import preset_flags
-from megatron.fold3d.training.checkpoint_fit import check_checkpoint
+from megatron.fold3d.plan.schedule_word import AUTO, STOCK
+from megatron.fold3d.training.mistakes import MISTAKES, refuse, script, speaks
+
+if TYPE_CHECKING:
+    from megatron.fold3d.observe.breakdown import Flops
+    from megatron.fold3d.predict.cost_model.model_shape import Family
 
 AddArguments = Callable[[ArgumentParser], ArgumentParser]
 
-PATIENCE_S = 10.0
-# What Megatron, its tokenizers and our patches raise about flags, files and packages.
-MISTAKES = (ValueError, AssertionError, RuntimeError, OSError, ImportError)
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +64,10 @@ def train(argv: Sequence[str], family: Literal["gpt", "bert"]) -> int:
 
                 model = import_module(f"megatron.fold3d.training.{family}")
                 model.check(args)
-                check_checkpoint(args)
+                if args.load is not None:
+                    from megatron.fold3d.training.checkpoint_fit import check_checkpoint
+
+                    check_checkpoint(args)
                 config = pretrain_cfg_container_from_args(args, model.config(args))
             if args.check is not None:
                 return tell_checked(args, [*absent_packages(args)])
@@ -106,7 +100,7 @@ def held_log() -> Iterator[None]:
 def prepare(
     argv: Sequence[str],
     patched: ExitStack,
-    family: Family,
+    family: "Family",
     *,
     extra_args_provider: AddArguments | None = None,
     args_defaults: Mapping[str, Any] | None = None,
@@ -116,9 +110,7 @@ def prepare(
     """Check the flags and patch Megatron until ``patched`` closes; returns Megatron's namespace.
 
     Args:
-        argv: the command line.
         patched: the stack that receives the patches' exit callbacks.
-        family: the model family that the calling script trains.
         extra_args_provider: adds the script's own flags, as in Megatron's parser.
         args_defaults: values of flags that are not given, by their attributes' names.
         ignore_unknown_args: whether to ignore unknown flags, which the script may read.
@@ -130,7 +122,11 @@ def prepare(
     ours = _add_arguments(None, ArgumentParser(add_help=False, allow_abbrev=False))
     own = ours.parse_known_args(argv)[0]
     device = own.device
-    preset = preset_flags(own.model_preset, family) if own.model_preset else ()
+    preset: Sequence[str] = ()
+    if own.model_preset:
+        from megatron.fold3d.predict.cost_model.presets import preset_flags
+
+        preset = preset_flags(own.model_preset, family)
     checks = own.check is not None
     _quiet(device, checks=checks)
 
@@ -141,7 +137,7 @@ def prepare(
 
     with uncompiled() if device == "cpu" or checks else nullcontext():
         if checks:
-            from fold3d_patches.cpu.device_queries import absent_gpu
+            from fold3d_patches.cpu.device import absent_gpu
             from megatron.fold3d.predict.cost_model.cluster import cluster
             from megatron.fold3d.training import dry_run
 
@@ -174,14 +170,11 @@ def prepare(
         cpu_flags.check(args)
     if checks:
         dry_run.set_world_size(args, known)
-    _check(args, [] if builds_own_model else [*data_problems(args, may_mock=family == "gpt")])
+    _check(args)
     if args.segments == AUTO:
-        if checks:
-            raise ValueError(
-                "--segments auto with --check: it measures the hardware that trains; give "
-                "--segments N, `fold3d search` tells which"
-            )
-        sys.argv += _chosen_segments(args, defaults, builds_own_model)
+        from megatron.fold3d.training.auto_segments import choose_segments
+
+        sys.argv += choose_segments(args, sys.argv[1:], defaults, builds_own_model=builds_own_model)
         args = parse_args(add_all, ignore_unknown_args)
         read_config(args)
     patched.enter_context(fold3d_patches.install_platform(device))
@@ -221,7 +214,7 @@ def _put_tensor_parallel_first(args: Namespace) -> None:
             "hardware queue; drop --tp-comm-overlap, or give CUDA_DEVICE_MAX_CONNECTIONS=1"
         )
     args.high_priority_stream_groups = args.high_priority_stream_groups or ["tp"]
-    if _speaks():
+    if speaks():
         logger.info(
             "%s: a layer's collective may start behind the weight gradient that would hide it, "
             "where 1 starts it first; high-priority streams: %s",
@@ -239,18 +232,19 @@ def install(args: Namespace, patched: ExitStack) -> None:
     if config.trace is not None:
         model, hardware = _microbatch_flops(args)
         config = replace(config, microbatch_flops=model, recomputed_flops=hardware - model)
+    if config.choice.order != STOCK:
+        args.align_param_gather = args.overlap_param_gather  # hooks start none: see the plan
     patched.enter_context(
         fold3d_patches.install_schedule(config, num_microbatches(args), _ranks_here(args))
     )
     if "MASTER_ADDR" not in os.environ:
-        raise ValueError(f"no torchrun; start with: torchrun --nproc-per-node N {_script()} ...")
+        raise ValueError(f"no torchrun; start with: torchrun --nproc-per-node N {script()} ...")
 
 
 def tell_checked(args: Namespace, absent: Sequence[str] = ()) -> int:
     """Print what ``--check`` found out about a run that can begin; returns the exit code.
 
     Args:
-        args: Megatron's namespace, validated.
         absent: what this machine lacks and the ranks must have, one message each.
 
     Raises:
@@ -258,70 +252,38 @@ def tell_checked(args: Namespace, absent: Sequence[str] = ()) -> int:
     """
     from megatron.fold3d.training.dry_run import report
 
-    plan = fold3d_patches.check_schedule(read_config(args), num_microbatches(args))
-    lines = [*report(args, plan), *(f"not on this machine: {message}" for message in absent)]
-    if _speaks():
+    config = read_config(args)
+    plan = fold3d_patches.check_schedule(config, num_microbatches(args))
+    lines = [*report(args, config, plan)]
+    lines += (f"not on this machine: {message}" for message in absent)
+    if speaks():
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
     return 0
 
 
-def _check(args: Namespace, more: Sequence[str]) -> None:
-    """Refuse parsed flags that cannot work, together with the problems in ``more``.
+def _check(args: Namespace) -> None:
+    """Refuse parsed flags that cannot work.
 
     Raises:
         ValueError: one line for each rule that is broken.
     """
-    problems = [*run_problems(args), *gpu_problems(args, word_of(args).order), *more]
+    problems = [
+        *run_problems(args),
+        *gpu_problems(args, word_of(args).order),
+        *delta_library_problems(args),
+    ]
     try:
-        read_config(args)
+        config = read_config(args)
     except ValueError as error:
         problems = [str(error), *problems]
     if problems:
         raise ValueError("\n".join(problems))
-    if file_of(word_of(args).order) and not args.use_checkpoint_args:  # it may bring the sizes
-        fold3d_patches.check_schedule(read_config(args), num_microbatches(args))
+    if config.plan_file and not args.use_checkpoint_args:  # it may bring the sizes
+        fold3d_patches.check_schedule(config, num_microbatches(args))
 
 
-def refuse(error: Exception) -> int:
-    """Print an error on one rank of each node; returns the exit code.
-
-    The launcher ends all ranks when the printing rank ends. A rank that still runs after that has
-    found an error that the printing rank has not, and prints it: Megatron checks some options only
-    on the last rank.
-    """
-    if not _speaks():
-        time.sleep(PATIENCE_S)
-    lines = [
-        line if line.startswith(" ") else f"{_script()}: error: {line}"  # rows of a plan's grid
-        for line in _reason(error).splitlines()
-    ]
-    sys.stderr.write("\n".join((*lines, "")))
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun ends with a traceback of its own, and below it with what is in this file.
-        report = {"message": "\n".join(lines), "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(file).write_text(json.dumps({"message": report}), encoding="utf-8")
-    return 2
-
-
-def _chosen_segments(
-    args: Namespace, defaults: Mapping[str, Any], builds_own_model: bool
-) -> list[str]:
-    """Return the flags that ``--segments auto`` has chosen, and say why."""
-    from megatron.fold3d.training.auto_segments import choose_segments
-
-    flags, reason = choose_segments(args, sys.argv[1:], defaults, evenly=builds_own_model)
-    if reason:
-        sys.stderr.write(f"{_script()}: --segments auto: {reason}\n")
-    if reason and builds_own_model:
-        sys.stderr.write(
-            f"{_script()}: --segments auto: measured is a layer of the GPT that Megatron's flags "
-            "describe; if this script's layers take other times, try other --segments N too\n"
-        )
-    return flags
-
-
-def _microbatch_flops(args: Namespace) -> Flops:
+def _microbatch_flops(args: Namespace) -> "Flops":
     """Return the FLOPs of a forward and a backward; 0 for a model that the planner does not know.
 
     A vocabulary that only the tokenizer knows is such a case. What ``--recompute-layers auto``
@@ -329,6 +291,7 @@ def _microbatch_flops(args: Namespace) -> Flops:
     """
     from megatron.fold3d.commands.megatron_flags import shape_of
     from megatron.fold3d.config.layer_split import recomputed_layers, stage_layers
+    from megatron.fold3d.observe.breakdown import Flops
     from megatron.fold3d.predict.cost_model.training_flops import training_flops
 
     if args.vocab_size:
@@ -362,6 +325,8 @@ def _add_arguments(more: AddArguments | None, parser: ArgumentParser) -> Argumen
     def error(message: str) -> NoReturn:
         words = message.removeprefix("unrecognized arguments: ").split()
         if words != message.split():
+            from megatron.fold3d.commands.console import suggestion
+
             message += suggestion(words, parser._option_string_actions)
         raise ValueError(message)
 
@@ -382,28 +347,9 @@ def _quiet(device: str, *, checks: bool) -> None:
         for name in ("megatron", "fold3d_patches"):
             logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    if not _speaks():
+    if not speaks():
         warnings.simplefilter("ignore")
         logging.getLogger("fold3d_patches").setLevel(logging.WARNING)
     if device == "cpu":
         warnings.filterwarnings("ignore", ".*(Apex|Transformer Engine|transformer-engine)")
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-
-
-def _speaks() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"  # torchrun's: there is no group yet
-
-
-def _script() -> str:
-    return Path(sys.argv[0]).name
-
-
-def _reason(error: Exception) -> str:
-    """Return the error's message and notes; where an assertion has no message, the assertion."""
-    if str(error):
-        return "\n".join((str(error), *getattr(error, "__notes__", ())))
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    lines = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1 : frame.end_lineno]
-    demand = " ".join("".join(lines).split()).removeprefix("assert ")
-    flags = re.sub(r"\bargs\.(\w+)", lambda found: flag_of(found[1]), demand)
-    return f"Megatron demands: {flags}"

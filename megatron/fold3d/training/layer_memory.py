@@ -1,4 +1,4 @@
-"""Whether a GPU has room for the layers that ``--segments auto`` would give its stages."""
+"""Whether a GPU has room for the layers that a measured choice would give its stages."""
 
 import os
 from argparse import Namespace
@@ -13,8 +13,8 @@ from megatron.fold3d.config.job_sizes import ranks_of_model
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.policy.partition import Layers
+from megatron.fold3d.predict.cost_model.cluster import USABLE_MEMORY
 from megatron.fold3d.predict.cost_model.estimate import footprint_of
-from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.runtime.device import device_bytes
 
 Room = Callable[[Timeline, Layers, Layers], bool]
@@ -25,9 +25,6 @@ def room_for_layers(args: Namespace) -> Room | None:
 
     A layout has room if its fullest rank holds no more than it would with layers as even as
     possible, or no more than is usable of a GPU. A CPU has room for all.
-
-    Args:
-        args: Megatron's namespace, as parsed.
 
     Returns:
         A function of the simulated iterations, the layers of stages, and those that are as even as

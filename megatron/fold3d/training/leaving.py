@@ -26,9 +26,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
+
+from megatron.fold3d.training.mistakes import script
 
 _PR_SET_PDEATHSIG = 1
 _PATIENCE_S = 1.0  # time for all ranks that fail for one reason to say so
@@ -166,7 +167,7 @@ def _tell(error: BaseException) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {text}\n")
+    sys.stderr.write(f"{script()}: error: {text}\n")
     sys.stderr.flush()
 
 
@@ -175,7 +176,6 @@ class _Report:
     """One rank's report of its failure.
 
     Attributes:
-        rank: the rank that reports.
         text: names the rank that failed, which may be another, where it was, and why.
         names_cause: whether the text names the original failure.
         is_cause: whether this rank is the one that failed first.

@@ -146,8 +146,6 @@ def _forward_and_backward(
     Args:
         model: a layer, with the embedding or the head if it is to have them.
         shape: the shape of its hidden states.
-        dtype: the dtype of its hidden states.
-        device: the device of the model.
         tokens: the tokens of the micro-batch, sequences by positions, for the embedding.
         labels: the labels of the micro-batch, for the head.
     """

@@ -8,15 +8,17 @@ it does ours: with one message and exit code 2.
 import atexit
 import sys
 from argparse import ArgumentError, Namespace
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import fold3d_patches
 from megatron.fold3d.config.all_flags import add_arguments
 from megatron.fold3d.config.segment_flags import num_segments
+from megatron.fold3d.config.spelling import flag_of, typed
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.training import launch, leaving
+from megatron.fold3d.training.mistakes import MISTAKES, refuse
 
 __all__ = ["add_arguments", "install", "parse_args"]
 
@@ -46,27 +48,19 @@ def parse_args(
     Raises:
         SystemExit: the flags cannot work; the exit code is 2.
     """
-    with ExitStack() as patched:
-        try:
-            with launch.held_log():
-                args = launch.prepare(
-                    sys.argv[1:],
-                    patched,
-                    "gpt",
-                    extra_args_provider=extra_args_provider,
-                    args_defaults=args_defaults,
-                    ignore_unknown_args=ignore_unknown_args,
-                    builds_own_model=True,
-                )
-            if args.check is not None:
-                sys.exit(launch.tell_checked(args))
-        except ArgumentError as error:
-            sys.exit(launch.refuse(ValueError(f"{error}; rename the script's own flag")))
-        except launch.MISTAKES as error:
-            sys.exit(launch.refuse(error))
-        stack = patched.pop_all()
-    atexit.register(stack.close)
-    leaving.tell_failures(stack)
+    with _refusing() as patched:
+        with launch.held_log():
+            args = launch.prepare(
+                sys.argv[1:],
+                patched,
+                "gpt",
+                extra_args_provider=extra_args_provider,
+                args_defaults=args_defaults,
+                ignore_unknown_args=ignore_unknown_args,
+                builds_own_model=True,
+            )
+        if args.check is not None:
+            sys.exit(launch.tell_checked(args))
     return args
 
 
@@ -74,8 +68,8 @@ def install(args: Namespace) -> ExitStack:
     """Patch Megatron for flags that it has parsed with `add_arguments` and validated.
 
     This is for scripts that cannot use `parse_args`. Flags that have to be known before validation
-    are refused: ``--device cpu``, ``--check``, ``--model-preset``, and ``--segments`` unless
-    Megatron's own flag has the same value.
+    are refused: ``--device cpu``, ``--check``, ``--model-preset``, and a number of segments
+    that Megatron's own flag does not have.
 
     Returns:
         A stack that removes the patches when it closes, at the latest when the process ends.
@@ -83,17 +77,27 @@ def install(args: Namespace) -> ExitStack:
     Raises:
         SystemExit: the flags cannot work; the exit code is 2.
     """
-    with ExitStack() as patched:
+    with _refusing() as patched:
+        _check_parsed_elsewhere(args)
+        patched.enter_context(fold3d_patches.install_platform(args.device))
+        launch.install(args, patched)
+    return patched
+
+
+@contextmanager
+def _refusing() -> Iterator[ExitStack]:
+    """Give a stack for patches, which closes when the process ends; a mistake ends the script."""
+    with ExitStack() as failing:
+        patched = failing.enter_context(ExitStack())
         try:
-            _check_parsed_elsewhere(args)
-            patched.enter_context(fold3d_patches.install_platform(args.device))
-            launch.install(args, patched)
-        except launch.MISTAKES as error:
-            sys.exit(launch.refuse(error))
-        stack = patched.pop_all()
-    atexit.register(stack.close)
-    leaving.tell_failures(stack)
-    return stack
+            yield patched
+        except ArgumentError as error:
+            sys.exit(refuse(ValueError(f"{error}; rename the script's own flag")))
+        except MISTAKES as error:
+            sys.exit(refuse(error))
+        failing.pop_all()
+    atexit.register(patched.close)
+    leaving.tell_failures(patched)
 
 
 def _check_parsed_elsewhere(args: Namespace) -> None:
@@ -113,6 +117,7 @@ def _check_parsed_elsewhere(args: Namespace) -> None:
             "call it after parse_and_validate_args"
         )
     number = "N" if args.segments == AUTO else args.segments
+    segments = typed(flag_of("segments"), args.segments)
     is_late = {
         "--device cpu: it patches Megatron before its flags are validated; drop it": (
             args.device == "cpu"
@@ -122,7 +127,7 @@ def _check_parsed_elsewhere(args: Namespace) -> None:
         ),
         f"--model-preset {args.model_preset}: it stands for flags that are parsed already; give "
         "those flags": args.model_preset is not None,
-        f"--segments {args.segments}: Megatron has derived its virtual stages already; give "
+        f"{segments}: Megatron has derived its virtual stages already; give "
         f"--num-virtual-stages-per-pipeline-rank {number}": (
             args.segments not in (None, num_segments(args))
         ),

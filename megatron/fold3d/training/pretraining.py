@@ -18,8 +18,6 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron.fold3d.commands.installation import install
-from megatron.fold3d.config.run_flags import no_data
 from megatron.fold3d.config.spelling import flag_of
 
 PARTS = ("training", "validation", "test")
@@ -75,7 +73,6 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
     """Refuse another model's options, and data or kernels that are not there.
 
     Args:
-        args: Megatron's namespace.
         foreign: options for another model or other data; to ignore them would be to train
             something else.
         trains: the models that the script trains, in words.
@@ -85,13 +82,19 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
     """
     if found := [flag_of(name) for name in foreign if getattr(args, name)]:
         raise ValueError(f"{', '.join(found)}: this script trains {trains}")
+    if problems := [*_unread(args)]:
+        raise ValueError("\n".join(problems))
     if args.check is None and (absent := [*absent_packages(args)]):
         raise ValueError("\n".join(absent))
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     prefixes = [prefix for b in (blend, *(blend_per_split or ())) if b for prefix in b[0]]
     missing = [prefix for prefix in prefixes if not IndexedDataset.exists(prefix)]
     if missing or not (prefixes or args.mock_data):
-        raise ValueError(no_data(missing, may_mock="mock_data" not in foreign))
+        raise ValueError(
+            f"no data{' at ' if missing else ''}{', '.join(missing)}: --data-path takes the path "
+            "of a .bin and an .idx file, without the ending; make them with "
+            f"scripts/prepare_data.py{'' if 'mock_data' in foreign else ', or give --mock-data'}"
+        )
     by_documents = "mock_data" in foreign  # as a BERT's data are split, a GPT's are by sequences
     if not args.mock_data and (problems := [*_parts(args, blend, blend_per_split, by_documents)]):
         raise ValueError("\n".join(problems))
@@ -100,6 +103,8 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
 def absent_packages(args: Namespace) -> Iterator[str]:
     """Yield one message (found, rule, fix) for each package that a rank needs and is not here."""
     if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
+        from megatron.fold3d.commands.installation import install
+
         yield (
             "--transformer-impl transformer_engine: Transformer Engine is not installed; "
             f"{install('gpu')}, or give --transformer-impl local"
@@ -109,6 +114,17 @@ def absent_packages(args: Namespace) -> Iterator[str]:
             f"--num-distributed-optimizer-instances {instances}: Megatron arranges their ranks "
             "with einops, which is not installed; run pip install einops, or drop the option"
         )
+
+
+def _unread(args: Namespace) -> Iterator[str]:
+    """Yield options with which Megatron reads data on stages that have none."""
+    ranks = args.pipeline_model_parallel_size
+    for name in ("full_validation", "iterations_to_skip"):
+        if getattr(args, name) and ranks > 2:
+            yield (
+                f"{flag_of(name)} with --pipeline-model-parallel-size {ranks}: Megatron reads data "
+                "on each rank, and only the first and the last have some; give 2, or drop it"
+            )
 
 
 def _parts(

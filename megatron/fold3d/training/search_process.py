@@ -30,7 +30,7 @@ class SearchProcess:
     """
 
     def __init__(self, **question: Any) -> None:
-        self._first = Predicted(choice=question["first"], order=question["order"], seconds=inf)
+        self._first = Predicted(job=question["job"], seconds=inf)
         # Not a pipe, which would be full before it is read; `close` closes it.
         self._answer = TemporaryFile()  # noqa: SIM115
         with TemporaryFile() as file:

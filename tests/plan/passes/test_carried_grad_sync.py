@@ -2,14 +2,14 @@
 
 import pytest
 
-from megatron.fold3d.plan.compile import forward_only, lower
+from megatron.fold3d.plan.compile import forward_only
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, carried
 from megatron.fold3d.plan.passes.carried_grad_sync import carry_grad_sync, share_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 from tests.plans import planned
 
-LOWERED = lower(build("aiao", num_ranks=2, num_segments=2, num_microbatches=2))
+LOWERED = planned(build("aiao", num_ranks=2, num_segments=2, num_microbatches=2))
 
 
 def rows(plan: Plan) -> list[str]:
@@ -48,7 +48,7 @@ def test_carrying_twice_or_nothing_changes_nothing():
 
 
 def test_evaluation_steps_nothing():
-    forwards = lower(forward_only(LOWERED))
+    forwards = planned(forward_only(LOWERED))
     assert carry_grad_sync(forwards, range(4)) == forwards
 
 
@@ -65,7 +65,7 @@ def test_a_plan_tells_which_of_its_stages_are_carried_and_whether_a_step_is_not(
 
 def test_what_is_left_of_a_sum_starts_in_the_order_in_which_forwards_need_it():
     order = build("afab", num_ranks=1, num_segments=3, num_microbatches=1)
-    every = carry_grad_sync(lower(order), range(3))
+    every = carry_grad_sync(planned(order), range(3))
     assert rows(share_grad_sync(every, (0.0, 0.25, 0.5))) == [
         "1ALL_REDUCE 2ALL_REDUCE 0STEP 0F0 1STEP 1F0 2STEP 2F0 2B0 2REDUCE_KEPT 2ALL_REDUCE:500 "
         "1B0 1REDUCE_KEPT 1ALL_REDUCE:250 0B0 0REDUCE_KEPT 0ALL_REDUCE 2FINALIZE 1FINALIZE "
@@ -73,12 +73,12 @@ def test_what_is_left_of_a_sum_starts_in_the_order_in_which_forwards_need_it():
     ]
     assert share_grad_sync(every, (1.0, 1.0, 1.0)) == every
     # Stage 0 steps at the end. What is left of the others starts when that step is done.
-    some = carry_grad_sync(lower(order), range(1, 3))
+    some = carry_grad_sync(planned(order), range(1, 3))
     assert rows(share_grad_sync(some, (0.0, 0.0, 0.5))) == [
         "1ALL_REDUCE 2ALL_REDUCE 0F0 1STEP 1F0 2STEP 2F0 2B0 2REDUCE_KEPT 2ALL_REDUCE:500 "
         "1B0 1REDUCE_KEPT 0B0 0ALL_REDUCE 2FINALIZE 1FINALIZE 0STEP"
     ]
-    first = carry_grad_sync(lower(order), range(1))
+    first = carry_grad_sync(planned(order), range(1))
     assert rows(share_grad_sync(first, (0.0,) * 3)) == [
         "0STEP 0F0 1F0 2F0 2B0 2ALL_REDUCE 1B0 1ALL_REDUCE 0B0 0REDUCE_KEPT 0ALL_REDUCE 0FINALIZE "
         "2STEP 1STEP"

@@ -19,7 +19,6 @@ from megatron.fold3d.plan.passes import (
     shard_grads,
     shard_params,
     sliced_grad_sync,
-    stock_grad_sync,
     transfers,
     weight_grads,
 )
@@ -100,8 +99,8 @@ def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
             *(sliced_grad_sync, 1, CARRIED),
             lambda plan: sliced_grad_sync.slice_grad_sync(plan, (0.5,) * 4),
         ),
-        (stock_grad_sync, 0, AIAO, stock_grad_sync.serial_grad_sync),
-        (stock_grad_sync, 1, AIAO, stock_grad_sync.aligned_grad_sync),
+        (grad_sync, 1, AIAO, grad_sync.serial_grad_sync),
+        (grad_sync, 2, AIAO, grad_sync.aligned_grad_sync),
     ],
 )
 def test_a_pass_does_what_its_drawing_shows(

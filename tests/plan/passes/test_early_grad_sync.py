@@ -82,7 +82,7 @@ def test_what_is_computed_behind_all_backwards_reduces_to_shards_in_slices():
     )
     late = made("wgrad=last@0-2:step=next", gathers_params=True)
     assert not early(verified(late))
-    assert not early(verified(made("wgrad=last@0-2", shards_params=True)))
+    assert not early(verified(made("wgrad=last@0-2", shards="weights")))
 
 
 def test_a_stage_that_is_carried_has_some_only_if_they_are_asked_for():

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.passes.carried_grad_sync import share_grad_sync
 from megatron.fold3d.plan.passes.gather_later import gather_later
-from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
+from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 from tests.plans import planned
 
@@ -40,21 +41,29 @@ def test_a_reduce_scatter_ends_behind_forwards_of_the_stage_before():
         "0B0 0B1 0REDUCE_KEPT 0REDUCE_SCATTER 2FINALIZE 1FINALIZE 0FINALIZE"
     )
     # The first stage has none before it; stage 2 waits for all forwards of stage 1.
-    moved = gather_later(carried, {0: 1, 1: 1, 2: 2})
+    shares = (0.0, 0.8, 0.0)
+    moved = gather_later(carried, shares, 0.2)
     assert rows(moved) == [after]
-    assert planned(plan, **SHARDED, forwards_before_gather={1: 1, 2: 2}) == moved
-    assert gather_later(moved, {}) == moved
+    assert planned(plan, **SHARDED, shares=shares, parameter_share=0.2) == share_grad_sync(
+        moved, shares
+    )
+    assert gather_later(carried, (1.0,) * 3, 0.2) == carried
+
+
+@pytest.mark.parametrize(
+    ("share", "parameter_share", "forwards"),
+    # Of eight: as much is left as is gathered; half of that; a third; nothing; nothing is gathered.
+    [(0.0, 1.0, 4), (0.0, 0.5, 5), (0.5, 1.0, 3), (1.0, 1.0, 0), (0.0, 0.0, 8)],
+)
+def test_a_reduce_scatter_and_an_all_gather_divide_the_forwards_between_them(
+    share: float, parameter_share: float, forwards: int
+):
+    plan = build("afab", num_ranks=1, num_segments=2, num_microbatches=8)
+    moved = gather_later(planned(plan, **SHARDED), (share, share), parameter_share)
+    assert moved.to_text().partition("1ALL_GATHER")[0].count("0F") == forwards
 
 
 def test_only_gathers_of_carried_stages_move():
     plan = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2)
     for lowered in (planned(plan, gathers_params=True), planned(plan, "step=next")):
-        assert gather_later(lowered, {1: 1}) == lowered
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("forwards", [1, 3, 100])
-def test_every_schedule_can_gather_later(schedule: str, forwards: int):
-    segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else 3
-    plan = build(schedule, num_ranks=3, num_segments=segments, num_microbatches=6)
-    verify(planned(plan, **SHARDED, forwards_before_gather=dict.fromkeys(range(9), forwards)))
+        assert gather_later(lowered, (0.5, 0.5), 1.0) == lowered

@@ -98,45 +98,6 @@ def test_a_stage_of_many_microbatches_has_a_limited_number_of_slices():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "0F0 0B0 0ALL_REDUCE:500 0ALL_REDUCE:250 0ALL_REDUCE 0STEP",
-            "0ALL_REDUCE:250 comes after 0ALL_REDUCE:500; a part begins where the last one ends",
-        ),
-        (
-            "0F0 0B0 0ALL_REDUCE 0ALL_REDUCE:250 0STEP",
-            "0ALL_REDUCE:250 comes after 0ALL_REDUCE, which ends with all that is left",
-        ),
-        (
-            "0F0 0B0 0ALL_REDUCE:250 0ALL_REDUCE:250 0ALL_REDUCE 0STEP",
-            "0ALL_REDUCE:250 appears more than once",
-        ),
-        (
-            "0F0 0F1 0B0 0ALL_REDUCE:250 0B1 0ALL_REDUCE 0STEP",
-            "deadlock: rank 0 waits at 0ALL_REDUCE:250 for 0B1",
-        ),
-        (
-            "0F0 0B0 0ALL_REDUCE:250 0STEP",
-            "0ALL_REDUCE:250 is the last part; the sums of a stage end at 1000",
-        ),
-        (
-            "0ALL_REDUCE 0STEP 0F0 0B0 0REDUCE_KEPT 0ALL_REDUCE:250 0ALL_REDUCE:100 0FINALIZE",
-            "0ALL_REDUCE:100 comes after 0ALL_REDUCE:250; a part begins where the last one ends",
-        ),
-        (
-            "0ALL_REDUCE:250 0F0 0STEP 0B0 0ALL_REDUCE",
-            "deadlock: rank 0 waits at 0ALL_REDUCE:250 for 0B0",
-        ),
-    ],
-)
-def test_slices_run_in_order_once_and_between_gradient_and_step(text: str, message: str):
-    with pytest.raises(PlanError) as refused:
-        verify(Plan.from_text(text))
-    assert str(refused.value).splitlines()[0] == message
-
-
-@pytest.mark.parametrize(
     "word", ["0ALL_REDUCE:", "0ALL_REDUCE:0", "0ALL_REDUCE:025", "0ALL_REDUCE:1001", "0STEP:250"]
 )
 def test_a_part_ends_with_thousandths(word: str):

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron.fold3d.plan.compile import forward_only, lower
+from megatron.fold3d.plan.compile import forward_only
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.ops import COMPUTE_OPS, RECV_OPS
@@ -9,6 +9,7 @@ from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
+from tests.plans import planned
 
 
 def compute(schedule: str, pp: int, segments: int, microbatches: int) -> Plan:
@@ -116,17 +117,11 @@ def test_grad_sync_starts_behind_the_last_backward_and_its_send():
     ]
 
 
-def test_grad_sync_waits_for_weight_gradients():
-    assert rows(add_grad_sync(Plan.from_text("0F0 0F1 0B0 0B1 0W0 0W1"))) == [
-        "0F0 0F1 0B0 0B1 0W0 0W1 0ALL_REDUCE 0STEP"
-    ]
-
-
 def test_lower_adds_what_lacks_and_nothing_twice():
     plan = compute("aiao", 2, 2, 3)
-    lowered = lower(plan)
+    lowered = planned(plan)
     assert lowered == add_grad_sync(add_p2p(plan))
-    assert lower(add_p2p(plan)) == lower(lowered) == lowered
+    assert planned(add_p2p(plan)) == planned(lowered) == lowered
 
 
 def test_offload_spares_what_comes_back_within_two_computations():
@@ -149,7 +144,7 @@ def test_offload_leaves_when_its_output_has_been_sent():
     assert [str(a) for a in add_offload(Plan((first,))).programs[0]][:6] == (
         ["0F0", "0SEND_F0", "0OFFLOAD0", "0F1", "0SEND_F1", "0OFFLOAD1"]
     )
-    assert lower(add_offload(plan)) == add_grad_sync(add_p2p(add_offload(plan)))
+    assert planned(add_offload(plan)) == add_grad_sync(add_p2p(add_offload(plan)))
 
 
 def test_offload_comes_back_earlier_over_slow_copies():

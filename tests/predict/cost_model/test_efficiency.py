@@ -80,7 +80,11 @@ def test_a_table_that_cannot_be_is_refused(tmp_path: Path, line: str, message: s
     numbers = "num_nodes gpus_per_node gpu_flops_per_s gpu_memory_bytes nic_bytes_per_s"
     numbers += " intra_bytes_per_s host_copy_bytes_per_s host_memory_bytes"
     file = tmp_path / "c.toml"
-    file.write_text("".join(f"{name} = 1\n" for name in numbers.split()) + line + "\n")
+    sizes = (
+        f"{name} = {1 if '_per_s' not in name and 'memory' not in name else 10**6}\n"
+        for name in numbers.split()
+    )
+    file.write_text("".join(sizes) + line + "\n")
     with pytest.raises(ValueError, match=r"c\.toml: found") as error:
         cluster(str(file))
     assert message in str(error.value)

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.observe.memory_curve import memory
-from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
+from megatron.fold3d.plan.passes.grad_sync import serial_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
@@ -143,6 +143,23 @@ def test_the_distributed_optimizer_moves_fewer_bytes():
     assert spread.grad_sync_s[0] == pytest.approx(plain.grad_sync_s[0] / 2)
     assert spread.param_gather_s[0] == pytest.approx(plain.grad_sync_s[0] / 4)  # of 16 bits
     assert plain.param_gather_s[0] == 0
+
+
+def test_optimizer_instances_gather_among_neighbours_and_sum_shards_over_instances():
+    shape, nodes = model_shape("12-1024-16-512"), cluster("a100x16-100g")
+    one = Setup(data_parallel=16, distributed_optimizer=True)
+    two = replace(one, optimizer_instances=2)
+    whole, halves = (estimate(shape, nodes, s, num_ranks=1, num_segments=1) for s in (one, two))
+    size, near = halves.gradient_bytes[0], nodes.intra_bytes_per_s
+    # Eight GPUs of a node share its NICs: each sends its shard, an eighth, to the other node.
+    far = nodes.goodput_bytes_per_s / 8
+    assert halves.costs.grad_sync_s[0] == pytest.approx(7 / 8 * size / near + size / 8 / far)
+    assert halves.costs.param_gather_s[0] == pytest.approx(7 / 8 * size / 2 / near)
+    assert whole.costs.param_gather_s[0] > 5 * halves.costs.param_gather_s[0]
+    more = halves.footprint.static_bytes[0] - whole.footprint.static_bytes[0]
+    assert more == pytest.approx(12 * size / 4 / 16)  # Adam's 12 bytes of another 16th
+    with pytest.raises(ValueError, match="16 replicas are not divisible by optimizer_instances=3"):
+        estimate(shape, nodes, replace(one, optimizer_instances=3), num_ranks=1, num_segments=1)
 
 
 def test_layers_may_be_spread_unevenly():

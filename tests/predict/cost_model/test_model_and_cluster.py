@@ -1,4 +1,6 @@
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,22 @@ def test_a_cluster_by_name():
     assert cluster("v100x64").nic_bytes_per_s == NODES["v100"].nic_bytes_per_s
     assert cluster("a100-80gx8").gpu_memory_bytes == 80 * 2**30
     assert cluster("h100x4").gpus_per_node == 4
+    assert cluster("A100-80Gx8-200G") == cluster("a100-80gx8-200g")
+    assert model_shape("GPT3-18B") is model_shape("gpt3-18b")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("gpu_memory_bytes", 80, "=80; it is in bytes: give 80e9 if you mean gigabytes"),
+        ("host_memory_bytes", 2000.0, "=2000; it is in bytes: give 2000e9"),
+        ("nic_bytes_per_s", 12.5, "=12.5; it is in bytes: give 12.5e9"),
+        ("gpu_flops_per_s", 312, "=312; it is in FLOP: give 312e9 if you mean gigaFLOP"),
+    ],
+)
+def test_giga_in_place_of_units_are_refused(field: str, value: float, message: str):
+    with pytest.raises(ValueError, match=re.escape(f"found {field}{message}")):
+        replace(cluster("a100x8"), **{field: value})
 
 
 @pytest.mark.parametrize("name", ["b300x8", "a100", "a100xmany", ""])

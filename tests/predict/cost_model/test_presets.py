@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
-from megatron.fold3d.predict.cost_model.presets import AS_GPT, preset_flags
+from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape, model_shape
+from megatron.fold3d.predict.cost_model.presets import AS_GPT, preset_flags, shape_flags
 
 PAGE = Path(__file__).parents[3] / "docs" / "flags.md"
 TRAINED = [
@@ -34,11 +34,17 @@ def test_megatron_parses_every_preset_as_the_planners_model(parser, shape):
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
         seq_length=args.seq_length,
-        ffn_hidden_size=args.ffn_hidden_size or 0,
+        ffn_hidden_size=args.ffn_hidden_size,
         kv_channels=args.kv_channels or 0,
     )
     assert built == trained(shape)
     assert args.max_position_embeddings == shape.seq_length
+
+
+def test_flags_of_a_shape_keep_a_width_of_zero_apart_from_one_that_is_not_given():
+    shape = model_shape("2-16-2-8")
+    assert "--ffn-hidden-size" not in shape_flags(shape)
+    assert "--ffn-hidden-size 0" in " ".join(shape_flags(replace(shape, ffn_hidden_size=0)))
 
 
 def test_flags_given_beside_a_preset_win(parser):

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.observe.memory_curve import memory
-from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
@@ -16,6 +15,7 @@ from megatron.fold3d.predict.cost_model.recompute_by_stage import (
 )
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import planned
 
 SHAPE, CLUSTER = model_shape("gpt3-18b"), cluster("v100x64")
 P, NS, M = 4, 5, 16
@@ -26,7 +26,7 @@ SETUP = Setup(
     sequence_parallel=True,
     recompute="full",
 )
-PLAN = lower(build("aiao", num_ranks=P, num_segments=NS, num_microbatches=M))
+PLAN = planned(build("aiao", num_ranks=P, num_segments=NS, num_microbatches=M))
 
 
 def known(recompute: Recompute) -> Estimate:

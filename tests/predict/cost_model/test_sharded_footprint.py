@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.observe.memory_curve import Footprint, memory
-from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change, sharded_footprint
 from megatron.fold3d.predict.cost_model.sizes import Setup
@@ -35,7 +34,7 @@ def test_each_rank_of_aiao_holds_what_one_alone_would(
         num_segments=num_segments,
         num_microbatches=num_microbatches,
     )
-    plan = planned(order, shards_params=True, shards_grads=shards == "gradients")
+    plan = planned(order, shards=shards)
     gradients = [4.0 + stage % 5 for stage in range(plan.num_stages)]
     whole = Footprint(static_bytes=(100.0,) * num_ranks, saved_bytes=(1.0,) * plan.num_stages)
     found = sharded_footprint(whole, plan, gradients, SETUP)
@@ -48,7 +47,7 @@ def test_each_rank_of_aiao_holds_what_one_alone_would(
 
 def test_the_step_holds_all_that_is_whole_and_no_activations():
     order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=3)
-    timeline = simulate(lower(order), Costs.uniform(2, forward_s=1, backward_s=2))
+    timeline = simulate(planned(order), Costs.uniform(2, forward_s=1, backward_s=2))
     footprint = Footprint(static_bytes=(4.0,), saved_bytes=(1.0, 1.0))
     assert memory(timeline, footprint)[0].device_peak == 4 + 4
     at_step = replace(footprint, step_bytes=(7.0,))
@@ -63,7 +62,7 @@ def test_the_step_holds_all_that_is_whole_and_no_activations():
 )
 def test_gradients_of_the_iteration_before_are_gone_when_activations_are_held(saved, peak):
     order = build("afab", num_ranks=1, num_segments=2, num_microbatches=2)
-    plan = planned(order, "step=next", steps_shards=True, shards_grads=True)
+    plan = planned(order, "step=next", steps_shards=True, shards="gradients")
     timeline = simulate(plan, Costs.uniform(2, forward_s=1, backward_s=2), iterations=2)
     whole = Footprint(static_bytes=(10.0,), saved_bytes=(saved,) * 2)
     found = sharded_footprint(whole, plan, (4.0, 4.0), SETUP)

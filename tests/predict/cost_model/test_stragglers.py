@@ -5,7 +5,6 @@ from statistics import mean
 
 import pytest
 
-from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import NODES
 from megatron.fold3d.predict.cost_model.estimate import estimate
@@ -14,6 +13,7 @@ from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.cost_model.stragglers import slowdowns, slowest_of
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import planned
 
 POD = replace(NODES["h100"], num_nodes=4, straggler_sigma=0.02)
 
@@ -54,7 +54,7 @@ def test_a_slow_gpu_computes_longer_and_sends_as_fast_as_others():
 )
 def test_pipelines_of_random_gpus_take_as_long_as_the_model_says(tensor_parallel, work):
     num_ranks, setup = len(work), Setup(tensor_parallel=tensor_parallel, data_parallel=4)
-    plan = lower(build("1f1b", num_ranks=num_ranks, num_segments=1, num_microbatches=8))
+    plan = planned(build("1f1b", num_ranks=num_ranks, num_segments=1, num_microbatches=8))
     gpus, draw = num_ranks * 4 * tensor_parallel, Random(1)
     pod = replace(POD, num_nodes=gpus // 8)
 

@@ -8,7 +8,7 @@ layers, hidden size h, vocabulary V, sequence length s and global batch B. AxoNN
 """
 
 from dataclasses import dataclass
-from math import prod, sqrt
+from math import prod
 
 from megatron.fold3d.predict.cost_model.ring_times import (
     all_gather_s,
@@ -16,27 +16,10 @@ from megatron.fold3d.predict.cost_model.ring_times import (
     reduce_scatter_s,
 )
 
-SECONDS_PER_DAY = 86_400
-
-
-def gpipe_s(num_ranks: int, forward_s: float, backward_s: float) -> float:
-    """Return GPipe's bubble (Megatron Sec. 2.2.1): (p - 1) (t_f + t_b)."""
-    return (num_ranks - 1) * (forward_s + backward_s)
-
 
 def one_f_one_b_s(num_ranks: int, forward_s: float, backward_s: float) -> float:
-    """Return 1F1B's bubble, GPipe's with less memory (Megatron Sec. 2.2.1)."""
-    return gpipe_s(num_ranks, forward_s, backward_s)
-
-
-def interleaved_s(num_ranks: int, num_segments: int, forward_s: float, backward_s: float) -> float:
-    """Return the bubble with v segments per rank (Megatron Sec. 2.2.2): (p - 1) (t_f + t_b) / v."""
-    return gpipe_s(num_ranks, forward_s, backward_s) / num_segments
-
-
-def ratio(num_ranks: int, num_segments: int, num_microbatches: int) -> float:
-    """Return bubble over compute (Megatron Sec. 2.2): (p - 1) / (v m)."""
-    return (num_ranks - 1) / (num_segments * num_microbatches)
+    """Return 1F1B's bubble, and GPipe's (Megatron Sec. 2.2.1): (p - 1) (t_f + t_b)."""
+    return (num_ranks - 1) * (forward_s + backward_s)
 
 
 def zb_h1_s(num_ranks: int, forward_s: float, backward_s: float, weight_s: float) -> float:
@@ -51,45 +34,6 @@ def zb_h1_s(num_ranks: int, forward_s: float, backward_s: float, weight_s: float
 def zb_h2_s(num_ranks: int, forward_s: float, backward_s: float, weight_s: float) -> float:
     """Return ZB-H2's bubble (Qi et al., ICLR 2024, Table 2): (p - 1) (T_F + T_B - 2 T_W)."""
     return (num_ranks - 1) * (forward_s + backward_s - 2 * weight_s)
-
-
-def merak_one_f_one_b_s(num_ranks: int, forward_s: float) -> float:
-    """Return 1F1B's bubble with recomputation (Merak Sec. 5.1): 4 (s - 1) T.
-
-    A backward takes 2 T and recomputes a forward first, which takes T again.
-    """
-    return 4 * (num_ranks - 1) * forward_s
-
-
-def merak_early_recompute_s(num_ranks: int, forward_s: float) -> float:
-    """Return the bubble when recomputation does not wait for the gradient (Merak Sec. 5.1)."""
-    return 3 * (num_ranks - 1) * forward_s
-
-
-def merak_shifted_critical_path_s(num_ranks: int, forward_s: float) -> float:
-    """Return the bubble when the last rank is off the critical path (Merak Sec. 5.1)."""
-    return 3 * (num_ranks - 2) * forward_s
-
-
-def merak_iteration_s(bubble_s: float, num_microbatches: int, forward_s: float) -> float:
-    """Return Merak's iteration: m forwards, recomputed forwards and backwards, and the bubble."""
-    return 4 * num_microbatches * forward_s + bubble_s
-
-
-def pipeline_s(
-    batch_per_replica: int,
-    microbatch_size: int,
-    num_ranks: int,
-    forward_s: float,
-    backward_s: float,
-) -> float:
-    """Return the time of a batch without communication (eq. 1): (b'/b + p - 1) (t_f + t_b)."""
-    return (batch_per_replica / microbatch_size + num_ranks - 1) * (forward_s + backward_s)
-
-
-def num_parameters(layers: int, hidden: int, vocabulary: int, sequence: int) -> float:
-    """Return P (eq. 2): 12 l h² (1 + 13/(12 h) + (V + s)/(12 l h))."""
-    return 12 * layers * hidden**2 + 13 * layers * hidden + (vocabulary + sequence) * hidden
 
 
 def flops_per_iteration(
@@ -109,18 +53,6 @@ def flops_per_iteration(
     passes = 4 if recompute else 3
     layer_flops = 24 * batch * sequence * hidden**2 + 4 * batch * sequence**2 * hidden
     return passes * layers * layer_flops + 6 * batch * sequence * hidden * vocabulary
-
-
-def training_days(
-    tokens: float, parameters: float, num_gpus: int, flops_per_s_per_gpu: float
-) -> float:
-    """Return the end-to-end time (eq. 4): 8 T P / (n X)."""
-    return 8 * tokens * parameters / (num_gpus * flops_per_s_per_gpu) / SECONDS_PER_DAY
-
-
-def best_num_checkpoints(layers: int, input_bytes: float, intermediate_bytes: float) -> float:
-    """Return how many saved layer inputs take the least memory (Sec. 3.5): √(l A_int / A_in)."""
-    return sqrt(layers * intermediate_bytes / input_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

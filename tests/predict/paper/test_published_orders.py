@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.observe.timeline import Lane, Timeline
-from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate, steady_state
-from tests.plans import verified
+from tests.plans import planned, verified
 from tests.predict.paper import formulas
 
 DATA = Path(__file__).parents[2] / "data"
@@ -22,7 +21,7 @@ MERAK = json.loads((DATA / "merak_tables.json").read_text())["bubble"]["vectors"
 
 def simulated(schedule: str, ranks: int, microbatches: int, costs: Costs, early=()) -> Timeline:
     order = build(schedule, num_ranks=ranks, num_segments=1, num_microbatches=microbatches)
-    return simulate(verified(lower(recompute_early(order, early))), costs)
+    return simulate(verified(planned(recompute_early(order, early))), costs)
 
 
 @pytest.mark.parametrize("vector", MERAK, ids=lambda v: f"s={v['s']} m={v['m']}")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.fold3d.plan.choice import Choice, free_values, stock_schedule
-from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.predict.search.descent import Descent, Space, orders_worth_trying
 from megatron.fold3d.predict.search.judge import Judge
@@ -38,13 +38,14 @@ def search(
     def judge(choice: Choice) -> Judge:
         whole = choice.stages(num_ranks, optimizer="replicated")
         return Judge(
-            choice=choice,
-            num_ranks=num_ranks,
-            num_microbatches=num_microbatches,
-            costs=known.with_replicated(whole) if gathers else known,
-            features=Features(
-                gathers_params=gathers, reduces_early=scope["reduces_early"], transfers=False
+            job=Job(
+                choice=choice,
+                num_ranks=num_ranks,
+                num_microbatches=num_microbatches,
+                gathers_params=gathers,
+                reduces_early=scope["reduces_early"],
             ),
+            costs=known.with_replicated(whole) if gathers else known,
             link=Link(preemptive=False),
             has_room=lambda plan: fits(choice, plan),
         )
@@ -65,7 +66,7 @@ def test_the_fastest_of_either_kind_is_tried_the_faster_first():
     assert first.choice.carries
     assert not second.choice.carries
     assert first.seconds < second.seconds < found.first.seconds
-    assert len(first.shares) == 8
+    assert len(first.job.shares) == 8
     assert ":step=next" in str(first.choice)
 
 
@@ -94,7 +95,7 @@ def test_where_nothing_is_faster_or_fits_stocks_order_stays(changed: dict[str, A
 
 
 def test_a_search_ends_after_as_many_actions_on_every_machine():
-    once = sum(map(len, search().first.order.programs))
+    once = sum(map(len, search().first.job.computed.programs))
     for orders in (0, 1, 2, 3):
         found = search(most_actions=orders * once)
         found.run()
@@ -104,9 +105,9 @@ def test_a_search_ends_after_as_many_actions_on_every_machine():
 @pytest.mark.slow
 def test_with_dropout_forwards_keep_stocks_order():
     kept = search(keeps_forwards=True)
-    stock = kept.first.order.select({Op.FORWARD})
+    stock = kept.first.job.computed.select({Op.FORWARD})
     for one in kept.to_try():
-        assert one.order.select({Op.FORWARD}) == stock
+        assert one.job.computed.select({Op.FORWARD}) == stock
     assert words(kept)
     assert words(kept) != words(search())
 

@@ -8,10 +8,11 @@ from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup, replicated_bytes
-from megatron.fold3d.predict.search import planner
-from megatron.fold3d.predict.search.candidates import Candidate, Given
+from megatron.fold3d.predict.search import best_first
+from megatron.fold3d.predict.search.best_first import BestFirst
+from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.neighbours import with_replicated_segments
-from megatron.fold3d.predict.search.planner import _Judge, _plainest_first, search
+from megatron.fold3d.predict.search.planner import _plainest_first, search
 from megatron.fold3d.predict.search.search_result import JudgedCandidate
 from megatron.fold3d.predict.simulator.link import NO_SWITCHES
 
@@ -25,8 +26,8 @@ AIAO = Candidate(
 )
 
 
-def judge(on=SLOW) -> _Judge:
-    return _Judge(SMALL, on, lambda done, all_: None)
+def judge(on=SLOW) -> BestFirst:
+    return BestFirst(SMALL, on)
 
 
 def test_tied_ends_are_replicated_together():
@@ -91,9 +92,9 @@ def test_switches_hold_up_messages_but_never_speed_them():
 @pytest.mark.processes
 @pytest.mark.search
 def test_processes_beside_each_other_find_what_one_finds(monkeypatch):
-    given = Given(num_ranks=2, num_segments=2, tensor_parallel=1, microbatch_size=1)
+    given = {"num_ranks": 2, "num_segments": 2, "tensor_parallel": 1, "microbatch_size": 1}
     alone = search(SMALL, SLOW, global_batch_size=32, given=given, top=3)
-    monkeypatch.setattr(planner, "_MANY_GPUS", 1)
+    monkeypatch.setattr(best_first, "MANY_GPUS", 1)
     together = search(SMALL, SLOW, global_batch_size=32, given=given, top=3)
     assert [c.iteration_s for c in together.best] == [c.iteration_s for c in alone.best]
     assert together.best_stock == alone.best_stock

@@ -11,11 +11,11 @@ from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
-from megatron.fold3d.predict.search import planner
+from megatron.fold3d.predict.search import best_first
+from megatron.fold3d.predict.search.best_first import BestFirst
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.many_microbatches import extended, may_be_extended, measures
-from megatron.fold3d.predict.search.planner import _Judge
 
 pytestmark = pytest.mark.search
 
@@ -54,7 +54,7 @@ CASES = {
 def on(name: str, candidate: Candidate) -> Estimate:
     setup, ranks = candidate.setup, candidate.num_ranks
     gpus = setup.data_parallel * setup.tensor_parallel * ranks
-    judge = _Judge(SMALL, cluster(name.format(gpus)), lambda done, all_: None)
+    judge = BestFirst(SMALL, cluster(name.format(gpus)))
     return judge.estimate(candidate)
 
 
@@ -107,7 +107,7 @@ def test_no_line_is_drawn_from_few_micro_batches_or_where_something_may_be_full(
 @pytest.mark.parametrize("slower", [0.1, 10.0])
 def test_memory_is_on_the_line_if_copies_keep_up(slower, monkeypatch):
     candidate = replace(AIAO, setup=Setup(recompute="full"), offload=True)
-    item = _Judge(SMALL, cluster("a100x2"), lambda done, all_: None).bounded(candidate)
+    item = BestFirst(SMALL, cluster("a100x2")).bounded(candidate)
     costs = item.estimate.costs
     costs = replace(
         costs,
@@ -116,9 +116,9 @@ def test_memory_is_on_the_line_if_copies_keep_up(slower, monkeypatch):
     )
     item = replace(item, estimate=replace(item.estimate, costs=costs))
     assert may_be_extended(candidate, item.estimate) == (slower < 1)
-    judged = planner._simulated(item, 2**40)
-    monkeypatch.setattr(planner, "extended", lambda *_: None)
-    whole = planner._simulated(item, 2**40)
+    judged = best_first._simulated(item, 2**40)
+    monkeypatch.setattr(best_first, "extended", lambda *_: None)
+    whole = best_first._simulated(item, 2**40)
     assert judged.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
     assert judged.device_bytes == pytest.approx(whole.device_bytes, rel=1e-9)
     assert judged.host_bytes == pytest.approx(whole.host_bytes, rel=1e-9)

@@ -1,11 +1,13 @@
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from megatron.fold3d.commands.training_flags import training_flags
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.schedule_word import spelled
 from megatron.fold3d.plan.verify import verify
@@ -14,14 +16,14 @@ from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.best_first import BestFirst
 from megatron.fold3d.predict.search.bounds import exact_bytes
-from megatron.fold3d.predict.search.candidate_timeline import plan_of, timeline_of
-from megatron.fold3d.predict.search.candidates import Candidate, Given, candidates
-from megatron.fold3d.predict.search.neighbours import neighbours, recomputed_and_paired
+from megatron.fold3d.predict.search.candidate_timeline import timeline_of
+from megatron.fold3d.predict.search.candidates import Candidate, candidates
+from megatron.fold3d.predict.search.neighbours import in_16_bits, neighbours, recomputed_and_paired
 from megatron.fold3d.predict.search.planner import (
-    USABLE_MEMORY,
-    _Judge,
     _that_shards_make_fit,
+    _varied,
     search,
 )
 from megatron.fold3d.predict.search.search_result import WORTHWHILE
@@ -31,11 +33,7 @@ pytestmark = pytest.mark.search
 
 SMALL = model_shape("12-1024-16-512")
 SLOW = cluster("a100x16-10g")
-FP32 = Setup(fp32=True)
 LARGE_QUEUE_PER_STREAM = replace(QUEUE_PER_STREAM, gpu_memory_bytes=2**40)
-
-
-WITHOUT_PROGRESS = lambda done, all_: None  # noqa: E731
 
 
 @pytest.fixture(
@@ -44,16 +42,30 @@ WITHOUT_PROGRESS = lambda done, all_: None  # noqa: E731
 )
 def all_small(request):
     """Every candidate of a small search and some of their neighbours, simulated."""
-    judge = _Judge(SMALL, SLOW, WITHOUT_PROGRESS)
+    judge = BestFirst(SMALL, SLOW)
     chosen = list(candidates(SMALL, SLOW, 32, assumed=request.param))[:: 5 + len(request.param)]
     chosen += [n for c in chosen[::20] for n in neighbours(c, SMALL.num_layers, request.param)]
     return [(item, judge.simulated(item)) for item in map(judge.bounded, chosen)]
 
 
+def test_16_bits_are_named_only_where_they_gain():
+    nodes = replace(SLOW, num_nodes=4, gpus_per_node=1)
+    judge = BestFirst(SMALL, nodes)
+    one = Choice.plain("stock", 1)
+    alone = Candidate(choice=one, setup=Setup(), num_ranks=4, num_microbatches=16)
+    twice = replace(alone, setup=Setup(data_parallel=2), num_ranks=2, num_microbatches=8)
+    items = [judge.bounded(c) for c in (alone, twice, twice.with_options(order="aiao"))]
+    stock, _, ours = (judge.simulated(item) for item in items)
+    in_16 = partial(in_16_bits, tied=True)
+    [rounded] = _varied(judge, (ours, stock), items, in_16)  # stock has no replicas
+    assert not rounded.candidate.is_stock
+    assert rounded.iteration_s < ours.iteration_s
+
+
 def test_memory_is_that_of_the_simulated_iteration():
     uneven = model_shape("14-1024-16-512")  # stages of a rank differ in layers, and in the logits
     assumed = frozenset({"overlap-tensor-parallel"})
-    judge = _Judge(uneven, SLOW, WITHOUT_PROGRESS)
+    judge = BestFirst(uneven, SLOW)
     chosen = list(candidates(uneven, SLOW, 48, assumed=assumed))[::37]
     chosen += [
         c.with_options(pairs=True)
@@ -88,9 +100,9 @@ def test_preemption_is_tried_beside_what_runs_without_and_only_where_it_can_run(
 
 
 def test_shards_are_tried_where_memory_has_no_room_without():
-    given = Given(tensor_parallel=1, num_ranks=2, num_segments=3, recompute="none")
+    given = {"tensor_parallel": 1, "num_ranks": 2, "num_segments": 3, "recompute": "none"}
     tight = cluster("a100x8-10g")
-    judge = _Judge(SMALL, tight, WITHOUT_PROGRESS)
+    judge = BestFirst(SMALL, tight)
     all_ = [judge.bounded(c) for c in candidates(SMALL, tight, 32, given)]
     of_aiao = [
         b
@@ -126,6 +138,27 @@ def test_both_orders_of_ranks_are_tried():
     assert "--use-tp-pp-dp-mapping" not in training_flags(SMALL, SLOW, order)
 
 
+def test_stock_is_tried_unaligned_and_in_optimizer_instances():
+    sharded = Setup(data_parallel=4, distributed_optimizer=True)
+    stock = Candidate(
+        choice=Choice.plain("stock", 2), setup=sharded, num_ranks=2, num_microbatches=4
+    )
+    found = [
+        (other.aligned, other.setup.optimizer_instances)
+        for other in neighbours(stock, SMALL.num_layers)
+        if other.aligned != stock.aligned or other.setup.optimizer_instances > 1
+    ]
+    assert found == [(False, 1), (False, 2)]
+    late, early = stock.job, replace(stock, aligned=False).job
+    assert (late.grad_sync, early.grad_sync) == ("aligned", "overlap")
+    ours = stock.with_options(order="aiao")
+    assert all(
+        o.aligned and o.setup == sharded
+        for o in neighbours(ours, SMALL.num_layers)
+        if o.setup.order == sharded.order
+    )
+
+
 def test_no_simulation_is_faster_than_its_bound(all_small):
     assert len(all_small) > 300
     for item, choice in all_small:
@@ -133,7 +166,7 @@ def test_no_simulation_is_faster_than_its_bound(all_small):
 
 
 def test_no_simulation_is_faster_than_without_dp_sync(all_small):
-    judge = _Judge(SMALL, SLOW, WITHOUT_PROGRESS)
+    judge = BestFirst(SMALL, SLOW)
     above = 0
     for item, choice in all_small:
         assert choice.iteration_s >= judge.at_least_s(item) * (1 - 1e-9), item.candidate
@@ -143,13 +176,13 @@ def test_no_simulation_is_faster_than_without_dp_sync(all_small):
 
 def test_every_candidate_is_a_plan_that_runs(all_small):
     for item, _ in all_small[::25]:
-        verify(plan_of(item.candidate).select({"F", "B", "W"}))
+        verify(lower(item.candidate.job, transfers=False).select({"F", "B", "W"}))
 
 
 def test_activations_are_counted_as_the_plan_has_them(all_small):
     for item, _ in all_small:
         candidate = item.candidate.changed(wgrad="backward")
-        peaks = peak_activations(plan_of(candidate))
+        peaks = peak_activations(lower(candidate.job, transfers=False))
         bounds = tuple(map(candidate.most_activations, range(candidate.num_ranks)))
         if candidate.offload:
             assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True))
@@ -158,11 +191,11 @@ def test_activations_are_counted_as_the_plan_has_them(all_small):
 
 
 def test_the_search_finds_the_fastest_of_all():
-    judge = _Judge(SMALL, SLOW, WITHOUT_PROGRESS)
-    given = Given(microbatch_size=1, recompute="none")
+    judge = BestFirst(SMALL, SLOW)
+    given = {"microbatch_size": 1, "recompute": "none"}
     all_ = list(candidates(SMALL, SLOW, 32, given))
     choices = [judge.simulated(judge.bounded(candidate)) for candidate in all_]
-    limit = SLOW.gpu_memory_bytes * USABLE_MEMORY
+    limit = SLOW.usable_bytes
     fits = [choice for choice in choices if choice.device_bytes <= limit]
     found = search(SMALL, SLOW, global_batch_size=32, top=3, given=given)
     assert found.best[0].iteration_s <= min(choice.iteration_s for choice in fits)
@@ -173,7 +206,7 @@ def test_the_search_finds_the_fastest_of_all():
 
 
 def test_sizes_given_to_the_search_stay_as_given():
-    given = Given(num_ranks=2, num_segments=3, microbatch_size=1, recompute="full")
+    given = {"num_ranks": 2, "num_segments": 3, "microbatch_size": 1, "recompute": "full"}
     found = search(SMALL, SLOW, global_batch_size=32, given=given)
     assert len(found.best) == 10
     for choice in found.best:
@@ -183,16 +216,16 @@ def test_sizes_given_to_the_search_stay_as_given():
 
 
 def test_layers_that_cannot_be_even_are_uneven():
-    given = Given(num_ranks=4, microbatch_size=2, recompute="none")
+    given = {"num_ranks": 4, "microbatch_size": 2, "recompute": "none"}
     found = search(model_shape("13-1024-16-512"), SLOW, global_batch_size=32, given=given)
     assert all(sum(choice.candidate.layers) == 13 for choice in found.best)
 
 
 def test_the_best_rows_have_the_layers_that_make_them_fastest():
-    given = Given(num_ranks=4, num_segments=1, tensor_parallel=1, microbatch_size=1)
+    given = {"num_ranks": 4, "num_segments": 1, "tensor_parallel": 1, "microbatch_size": 1}
     found = search(SMALL, SLOW, global_batch_size=64, top=1, given=given)
     assert found.best_stock is not None
-    judge = _Judge(SMALL, SLOW, WITHOUT_PROGRESS)
+    judge = BestFirst(SMALL, SLOW)
     for choice in (found.best[0], found.best_stock):
         layers = choice.candidate.layers
         assert sum(layers) == 12
@@ -214,17 +247,8 @@ def test_on_the_papers_cluster_aiao_is_chosen():
     assert found.best[0].iteration_s * (1 + WORTHWHILE) < found.best_stock.iteration_s
 
 
-def test_the_best_is_found_even_if_only_one_is_listed():
-    given = Given(tensor_parallel=8, num_ranks=4)
-    network = cluster("a100x128-100g")
-    found = search(model_shape("gpt3-18b"), network, global_batch_size=128, top=1, given=given)
-    assert found.best_stock is not None
-    assert len(found.best) == 1
-    assert found.best[0].iteration_s * (1 + WORTHWHILE) < found.best_stock.iteration_s
-
-
 def test_39b_gets_the_papers_split_if_each_stream_has_a_queue():
-    given = Given(microbatch_size=4)  # the paper's, as is the split (Table II)
+    given = {"microbatch_size": 4}  # the paper's, as is the split (Table II)
     found = search(
         model_shape("gpt3-39b"), QUEUE_PER_STREAM, global_batch_size=256, top=4, given=given
     )
@@ -237,9 +261,9 @@ def test_39b_gets_the_papers_split_if_each_stream_has_a_queue():
 
 def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best():
     shape = model_shape("gpt3-39b")
-    given = Given(num_ranks=4, tensor_parallel=8, microbatch_size=4, recompute="full")
+    given = {"num_ranks": 4, "tensor_parallel": 8, "microbatch_size": 4, "recompute": "full"}
     found = search(shape, QUEUE_PER_STREAM, global_batch_size=256, top=1, given=given)
-    judge = _Judge(shape, QUEUE_PER_STREAM, WITHOUT_PROGRESS)
+    judge = BestFirst(shape, QUEUE_PER_STREAM)
     chosen = found.best[0].candidate
     periods_s = []
     for segments in range(1, 13):  # twelve layers on each rank
@@ -253,9 +277,9 @@ def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best():
 
 
 def test_one_queue_costs_tensor_parallelism_time_and_nothing_else():
-    given = Given(microbatch_size=4, num_ranks=4)
+    given = {"microbatch_size": 4, "num_ranks": 4}
     for tp, slower in ((1, False), (8, True)):
-        of_tp = replace(given, tensor_parallel=tp)
+        of_tp = given | {"tensor_parallel": tp}
         one, many = (
             search(model_shape("gpt3-18b"), each, global_batch_size=256, top=3, given=of_tp)
             for each in (replace(A100, gpu_memory_bytes=2**40), LARGE_QUEUE_PER_STREAM)
@@ -292,7 +316,7 @@ def test_one_queue_costs_a_few_percent_of_many(word: str, is_sharded: bool):
 
 def test_progress_is_reported():
     seen = []
-    given = Given(num_ranks=2, microbatch_size=2)
+    given = {"num_ranks": 2, "microbatch_size": 2}
     search(
         SMALL,
         SLOW,
@@ -307,11 +331,11 @@ def test_progress_is_reported():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (Given(num_ranks=5), r"found --pp 5, .* it can be 1, 2, 4, 8$"),
-        (Given(tensor_parallel=8, data_parallel=4), r"found --tp 8, .* it can be 1, 2, 4$"),
-        (Given(num_ranks=4, num_segments=5), r"found --segments 5, .* it can be 1, 3$"),
-        (Given(microbatch_size=16), r"found --micro-batch-size 16, .* 1, 2, 4, 8$"),
-        (Given(num_ranks=3, data_parallel=3), r"has --dp 3 --pp 3; give fewer sizes"),
+        ({"num_ranks": 5}, r"found --pp 5, .* it can be 1, 2, 4, 8$"),
+        ({"tensor_parallel": 8, "data_parallel": 4}, r"found --tp 8, .* it can be 1, 2, 4$"),
+        ({"num_ranks": 4, "num_segments": 5}, r"found --segments 5, .* it can be 1, 3$"),
+        ({"microbatch_size": 16}, r"found --micro-batch-size 16, .* 1, 2, 4, 8$"),
+        ({"data_parallel": 3, "num_ranks": 3}, r"has --dp 3 --pp 3; give fewer sizes"),
     ],
 )
 def test_sizes_that_divide_nothing_are_refused_with_ones_that_do(given, message):
@@ -322,10 +346,10 @@ def test_sizes_that_divide_nothing_are_refused_with_ones_that_do(given, message)
 def test_a_search_where_nothing_fits_names_what_would():
     shape, few = model_shape("gpt3-39b"), cluster("a100x32")
     with pytest.raises(ValueError, match="gpt3-39b does not fit on a100x32: ") as refused:
-        search(shape, few, global_batch_size=64, given=Given(num_ranks=1))
+        search(shape, few, global_batch_size=64, given={"num_ranks": 1})
     sizes = re.search(r"try --tp (\d+) --pp (\d+) .* --recompute full$", str(refused.value))
     assert sizes is not None
-    given = Given(tensor_parallel=int(sizes[1]), num_ranks=int(sizes[2]), microbatch_size=1)
+    given = {"tensor_parallel": int(sizes[1]), "num_ranks": int(sizes[2]), "microbatch_size": 1}
     assert search(shape, few, global_batch_size=64, top=1, given=given).best
 
 
@@ -340,7 +364,7 @@ def test_a_batch_of_nothing_is_refused():
 
 
 def test_offload_is_chosen_where_aiao_fits_in_no_other_way_and_the_host_has_room():
-    given = Given(num_ranks=4, num_segments=3, tensor_parallel=1, microbatch_size=4)
+    given = {"num_ranks": 4, "num_segments": 3, "tensor_parallel": 1, "microbatch_size": 4}
     narrow = replace(SMALL, vocab_size=1024)  # or the logits fill what offloading leaves
     small = replace(SLOW, gpu_memory_bytes=0.6 * 2**30)
     found = search(narrow, small, global_batch_size=512, given=given)
@@ -358,7 +382,7 @@ def test_offload_is_chosen_where_aiao_fits_in_no_other_way_and_the_host_has_room
 def test_a_share_that_training_measures_goes_before_one_that_is_hardly_faster():
     """On the testbed, whose runs agree: `scripts.bench.compare` in scripts/bench/LOG.md."""
     hosts = replace(cluster("testbedx4"), iteration_overhead_s=0.0945, ring_buffer_bytes=0)
-    given = Given(num_ranks=2, microbatch_size=1, rest=FP32)
+    given = {"num_ranks": 2, "microbatch_size": 1, "fp32": True}
     first, *others = search(model_shape("testbed"), hosts, global_batch_size=16, given=given).best
     assert str(first.candidate.choice) == "aiao:step=next"
     assert first.candidate.num_segments == 8
@@ -368,7 +392,7 @@ def test_a_share_that_training_measures_goes_before_one_that_is_hardly_faster():
 
 
 def test_weight_gradients_are_delayed_on_request_where_that_hides_dp_sync():
-    hosts, given = cluster("testbedx4-0.35g"), Given(num_ranks=2, num_segments=4, rest=FP32)
+    hosts, given = cluster("testbedx4-0.35g"), {"num_ranks": 2, "num_segments": 4, "fp32": True}
     usual, tried = (
         search(model_shape("testbed"), hosts, global_batch_size=16, given=given, assumed=assumed)
         for assumed in (frozenset(), frozenset({"delay-weight-grads"}))
@@ -413,8 +437,8 @@ def test_the_first_segments_weight_gradients_are_never_delayed(segments, sets):
 
 def test_early_recomputation_and_pairs_are_bounded_too():
     assumed = frozenset({"recompute-early", "overlap-tensor-parallel"})
-    given = Given(tensor_parallel=2, microbatch_size=1, recompute="full")
-    judge = _Judge(SMALL, SLOW, WITHOUT_PROGRESS)
+    given = {"tensor_parallel": 2, "microbatch_size": 1, "recompute": "full"}
+    judge = BestFirst(SMALL, SLOW)
     chosen = [
         other
         for candidate in list(candidates(SMALL, SLOW, 32, given))[::4]
@@ -427,20 +451,20 @@ def test_early_recomputation_and_pairs_are_bounded_too():
         choice = judge.simulated(item)
         assert choice.iteration_s >= item.bound_s * (1 - 1e-9), candidate
         assert choice.iteration_s >= judge.at_least_s(item) * (1 - 1e-9), candidate
-        peaks = peak_activations(plan_of(candidate))
+        peaks = peak_activations(lower(candidate.job, transfers=False))
         assert peaks == tuple(map(candidate.most_activations, range(candidate.num_ranks)))
 
 
 def test_pairs_are_proposed_where_they_hide_more_of_the_all_to_alls_than_they_cost():
     experts = replace(SMALL, num_experts=8, experts_per_token=4)
-    sizes = Given(num_ranks=2, num_segments=2, microbatch_size=1, tensor_parallel=1)
+    sizes = {"num_ranks": 2, "num_segments": 2, "microbatch_size": 1, "tensor_parallel": 1}
     assumed = frozenset({"overlap-tensor-parallel"})
     for faster, recompute, is_paired, is_combined in (
         (1, "full", True, False),
         (1e6, "full", False, False),
         (1, "none", False, True),  # stock's own overlap, which refuses full recomputation
     ):
-        given = replace(sizes, expert_parallel=2, recompute=recompute)
+        given = sizes | {"expert_parallel": 2, "recompute": recompute}
         nodes = replace(
             SLOW,
             num_nodes=16,
@@ -456,7 +480,7 @@ def test_pairs_are_proposed_where_they_hide_more_of_the_all_to_alls_than_they_co
 
 
 def test_fewer_layers_are_recomputed_where_memory_allows_it():
-    given = Given(num_ranks=2, num_segments=3, tensor_parallel=2, microbatch_size=2)
+    given = {"num_ranks": 2, "num_segments": 3, "tensor_parallel": 2, "microbatch_size": 2}
     tight = replace(SLOW, gpu_memory_bytes=3.2e9)  # all layers recomputed take 2.4e9
     plain, counted = (
         search(SMALL, tight, global_batch_size=64, given=given, assumed=assumed)
@@ -466,21 +490,22 @@ def test_fewer_layers_are_recomputed_where_memory_allows_it():
     assert best.iteration_s < plain.best[0].iteration_s
     assert best.candidate.recompute_layers
     assert sum(best.candidate.recompute_layers) < SMALL.num_layers
-    assert best.device_bytes <= USABLE_MEMORY * tight.gpu_memory_bytes
+    assert best.device_bytes <= tight.usable_bytes
     flags = training_flags(SMALL, tight, best.candidate)
     assert f"--recompute-layers {','.join(map(str, best.candidate.recompute_layers))}" in flags
 
 
 def test_expert_and_context_sizes_are_searched_unless_they_are_given():
-    free = Given(tensor_parallel=2, context_parallel=None, expert_parallel=None)
+    free = {"tensor_parallel": 2}
     gpus, experts = cluster("h100x16"), model_shape("mixtral-8x7b")
     long = replace(model_shape("llama3-8b"), seq_length=32768)
 
-    def sizes(shape: ModelShape, given: Given) -> tuple[set[int], set[int]]:
+    def sizes(shape: ModelShape, given: dict[str, int]) -> tuple[set[int], set[int]]:
         setups = [c.setup for c in candidates(shape, gpus, 64, given)]
         return {s.context_parallel for s in setups}, {s.expert_parallel for s in setups}
 
     assert sizes(experts, free)[1] == {1, 2, 4, 8}
     assert sizes(long, free) == ({1, 2, 4}, {1})
-    assert sizes(long, replace(free, context_parallel=2)) == ({2}, {1})
-    assert sizes(experts, Given(tensor_parallel=2)) == ({1}, {1})
+    assert sizes(long, free | {"context_parallel": 2}) == ({2}, {1})
+    alone = free | {"context_parallel": 1, "expert_parallel": 1}
+    assert sizes(experts, alone) == ({1}, {1})

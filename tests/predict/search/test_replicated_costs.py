@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.search.descent import Descent, Space
 from megatron.fold3d.predict.search.judge import Judge
@@ -23,13 +23,9 @@ SHARDED = replace(
 
 def judge(choice: Choice, costs: Costs = SHARDED) -> Judge:
     return Judge(
-        choice=choice,
-        num_ranks=1,
-        num_microbatches=2,
+        job=Job.of(ORDER, choice, gathers_params=True, reduces_early=True),
         costs=costs.with_replicated(choice.where(optimizer="replicated")),
-        features=Features(gathers_params=True, reduces_early=True, transfers=False),
         link=Link(preemptive=False),
-        order=ORDER,
     )
 
 

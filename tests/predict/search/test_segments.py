@@ -1,11 +1,12 @@
 import pytest
 
 from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.segments import SimulatedRun, by_simulation
+from megatron.fold3d.predict.search.segments import by_simulation
 from megatron.fold3d.predict.simulator.costs import Costs
 from tests.predict.paper.published import QUEUE_PER_STREAM, SETUP_39B
 
@@ -24,24 +25,25 @@ def costs(overhead_s, grad_sync_s=8.0, ranks=2):
     return of
 
 
+def aiao(num_ranks: int, num_microbatches: int, step: str = "next") -> Job:
+    choice = Choice.plain("aiao", 1, share=1.0).changed(step=step)
+    return Job(choice=choice, num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
 def test_simulation_raises_segments_while_they_are_free_and_not_against_their_overhead():
-    pipeline = SimulatedRun(num_ranks=2, num_microbatches=8)
-    assert by_simulation([1, 2, 4], costs(0.0), pipeline).num_segments == 4
-    assert by_simulation([1, 2, 4], costs(1.0), pipeline).num_segments == 1
+    assert by_simulation([1, 2, 4], costs(0.0), aiao(2, 8)).num_segments == 4
+    assert by_simulation([1, 2, 4], costs(1.0), aiao(2, 8)).num_segments == 1
 
 
 def test_of_equals_the_fewest_segments_are_taken():
-    alone = by_simulation(
-        [1, 2, 4], costs(0.0, 0.0, 1), SimulatedRun(num_ranks=1, num_microbatches=8)
-    )
+    alone = by_simulation([1, 2, 4], costs(0.0, 0.0, 1), aiao(1, 8))
     assert alone.num_segments == 1
     assert "1: 8 s, 2: 8 s, 4: 8 s" in alone.reason
 
 
 def test_messages_that_fill_a_link_go_one_after_the_other_as_in_training():
     slow = Costs.uniform(4, p2p_s=2.0)
-    pipeline = SimulatedRun(num_ranks=2, num_microbatches=8, deferred=False)
-    found = by_simulation([2], lambda _: slow, pipeline)
+    found = by_simulation([2], lambda _: slow, aiao(2, 8, "end"))
     assert "2: 70 s" in found.reason  # 76.8 s if each had a share of the link
 
 
@@ -56,11 +58,8 @@ def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best(word):
         )
         for segments in (1, 2, 3, 4, 6, 12)
     }
-    chosen = by_simulation(
-        known,
-        lambda segments: known[segments].costs,
-        SimulatedRun(num_ranks=4, num_microbatches=16, deferred=word != "aiao"),
-    )
+    step = "end" if word == "aiao" else "next"
+    chosen = by_simulation(known, lambda segments: known[segments].costs, aiao(4, 16, step))
 
     def runs(segments: int) -> Candidate:
         return Candidate(

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.predict.search.descent import Descent, Space, worth_trying
 from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -18,11 +18,7 @@ def test_more_forwards_ahead_than_are_tried_gain_nothing(num_microbatches, trans
 
     def judge(choice: Choice) -> Judge:
         return Judge(
-            choice=choice,
-            num_ranks=4,
-            num_microbatches=num_microbatches,
-            costs=costs,
-            features=Features(transfers=False),
+            job=Job(choice=choice, num_ranks=4, num_microbatches=num_microbatches), costs=costs
         )
 
     def best(numbers: Iterable[int]) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Action, Op, Plan
-from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
+from megatron.fold3d.plan.passes.grad_sync import serial_grad_sync
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate

@@ -3,7 +3,6 @@
 import pytest
 
 from megatron.fold3d.observe.timeline import Lane
-from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs
 from megatron.fold3d.plan.schedules import build
@@ -54,7 +53,7 @@ def paired(m: int, p: int) -> Plan:
 def test_a_pipeline_of_pairs_has_the_bubble_of_half_as_many_micro_batches():
     costs = Costs.uniform(4, forward_s=2.0, backward_s=4.0, tp_sync_s=1.0)
     one_by_one = build("1f1b", num_ranks=4, num_segments=1, num_microbatches=8)
-    assert simulate(lower(one_by_one), costs).makespan_s == (8 + 3) * 6.0
+    assert simulate(planned(one_by_one), costs).makespan_s == (8 + 3) * 6.0
     # A forward of a pair takes 2, a backward 6; four pairs and three of bubble.
     assert simulate(paired(8, 4), costs, PAIRED).makespan_s == (4 + 3) * 8.0
 

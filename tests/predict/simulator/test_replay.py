@@ -6,8 +6,7 @@ from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Plan, PlanError
 from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.carried_grad_sync import share_grad_sync
-from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
-from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs

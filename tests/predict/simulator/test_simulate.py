@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
-from megatron.fold3d.plan.passes.stock_grad_sync import aligned_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
@@ -377,17 +376,6 @@ def test_a_rank_without_work_is_a_bubble():
     assert idle.bubble_ratio == 0.0
     nothing = exposure(simulate(plan, Costs.uniform(2, forward_s=0.0, backward_s=0.0)))
     assert all(row.share(row.bubble_s) == 0.0 for row in nothing)
-
-
-def test_stock_starts_dp_sync_late():
-    plan = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=2, group_size=2)
-    first, last = aligned_grad_sync(plan).programs
-    assert " ".join(map(str, first)) == (
-        "0F0 0F1 2F0 2F1 2B0 2B1 2ALL_REDUCE 0B0 0B1 0ALL_REDUCE 2STEP 0STEP"
-    )
-    assert " ".join(map(str, last)) == (
-        "1F0 1F1 3F0 3B0 3F1 3B1 1B0 3ALL_REDUCE 1B1 1ALL_REDUCE 3STEP 1STEP"
-    )
 
 
 def test_messages_that_fill_a_link_delay_dp_sync_no_longer_than_their_budget():

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features, lower, order_of
+from megatron.fold3d.plan.compile import Job, lower
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Device, Link
@@ -27,8 +27,8 @@ COSTS = Costs(
 
 def two_segments(word: str, num_microbatches: int) -> Plan:
     choice = Choice.parse(word, 2)
-    order = order_of(choice, 1, num_microbatches)
-    return lower(order, choice, Features(transfers=bool(choice.pairs)))
+    job = Job(choice=choice, num_ranks=1, num_microbatches=num_microbatches)
+    return lower(job, transfers=bool(choice.pairs))
 
 
 def computed(timeline: Timeline, rank: int) -> list[tuple[float, float]]:

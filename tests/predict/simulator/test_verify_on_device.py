@@ -15,8 +15,8 @@ from megatron.fold3d.plan.device_queues import (
 )
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
 from megatron.fold3d.plan.ops import COMPUTE_OPS
+from megatron.fold3d.plan.passes.grad_sync import aligned_grad_sync
 from megatron.fold3d.plan.passes.offload import OffloadChoice
-from megatron.fold3d.plan.passes.stock_grad_sync import aligned_grad_sync
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
 from megatron.fold3d.plan.verify import verify

@@ -2,37 +2,47 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron.fold3d.config.fold3d_config import Offload
+from megatron.fold3d.config.fold3d_config import Fold3DConfig, Offload
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
+from megatron.fold3d.runtime.offload.offloader import Offloader
 from megatron.fold3d.runtime.plans import Plans
-from tests.configs import CONFIG
+from tests.configs import configured
 
 
-def plans(offload: Offload, file: Path | None = None) -> Plans:
+def config(offload: Offload, file: Path | None = None) -> Fold3DConfig:
     choice = Choice.plain("afab" if file is None else f"plan={file}", num_segments=1)
-    return Plans(replace(CONFIG, choice=choice, offload_activations=offload))
+    job = None if offload == "off" else OffloadChoice()
+    return configured(choice=choice, offload_activations=offload, offload=job)
 
 
-def test_what_leaves_is_chosen_anew_and_the_latest_plan_is_the_one_that_trains():
-    made = plans("auto")
-    assert "OFFLOAD2" in made.training(3).to_text()
-    kept = made.training(3, OffloadChoice(at_most=0))
-    assert kept.to_text() == "0F0 0F1 0F2 0B0 0B1 0B2 0ALL_REDUCE 0STEP\n"
-    made.evaluation(3)
-    assert made.latest == kept
-    assert not made.fixes_offload
+def choosing(wanted: Fold3DConfig, chosen: OffloadChoice) -> tuple[Plans, Offloader]:
+    plans = Plans(wanted)
+    offloader = Offloader(wanted, plans)
+    offloader._tuner = SimpleNamespace(choose_for=lambda program, peak: chosen)
+    return plans, offloader
+
+
+def test_what_leaves_is_chosen_anew_in_each_iteration():
+    plans, offloader = choosing(config("auto"), OffloadChoice(at_most=0, depth=2))
+    job = plans.job(3)
+    assert "OFFLOAD2" in plans.training(job).to_text()
+    kept = offloader.decide(job, 0)
+    assert offloader.depth == 2
+    assert plans.training(kept).to_text() == "0F0 0F1 0F2 0B0 0B1 0B2 0ALL_REDUCE 0STEP\n"
 
 
 def test_a_plan_file_says_itself_what_leaves(tmp_path: Path):
     path = tmp_path / "plan"
     path.write_text("0F0 0OFFLOAD0 0F1 0F2 0RELOAD0 0B2 0B1 0B0\n")
-    made = plans("auto", path)
-    assert made.training(3) == made.training(3, OffloadChoice(at_most=0, depth=2))
-    assert made.fixes_offload
+    plans, offloader = choosing(config("auto", path), OffloadChoice(at_most=0))
+    job = plans.job(3)
+    assert offloader.decide(job, 0) == job
+    assert plans.training(job) == plans.training(replace(job, offload=OffloadChoice(at_most=0)))
     with pytest.raises(PlanError, match="found OFFLOAD in the plan; give --offload-activations on"):
-        plans("off", path).training(3)
+        Plans(config("off", path)).job(3)

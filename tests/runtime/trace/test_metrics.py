@@ -3,7 +3,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.fold3d.observe.rank_exposure import rank_exposure
 from megatron.fold3d.observe.trace_files import Event, IterationTrace
 from megatron.fold3d.runtime.trace.metrics import Metrics
 
@@ -55,14 +54,11 @@ class Wandb:
         self.rows.append((values, step))
 
 
-def test_a_rank_knows_where_its_own_time_went():
-    assert rank_exposure(ROW) == pytest.approx(SECONDS)
-
-
 def test_an_iteration_goes_to_the_writers_that_there_are():
     tensorboard, wandb = TensorBoard(), Wandb()
-    Metrics(lambda: tensorboard, lambda: wandb).write(ROW)
-    expected = {f"fold3d/{name}": value for name, value in SECONDS.items()}
+    counts = {"offloaded_bytes": 4096.0, "deferred_grad_sync_share": 0.3}
+    Metrics(lambda: tensorboard, lambda: wandb).write(replace(ROW, counts=counts))
+    expected = {f"fold3d/{name}": value for name, value in (SECONDS | counts).items()}
     assert {name: value for name, value, _ in tensorboard.scalars} == pytest.approx(expected)
     assert {step for _, _, step in tensorboard.scalars} == {7}
     assert wandb.rows == [({**expected, "fold3d/iteration": 7}, 7)]
@@ -76,14 +72,6 @@ def test_an_iteration_that_is_known_late_goes_to_the_step_that_is_open():
     assert (wandb.rows[-1][0]["fold3d/iteration"], wandb.rows[-1][1]) == (7, 8)
 
 
-def test_counts_are_written_beside_seconds():
-    tensorboard = TensorBoard()
-    row = replace(ROW, counts={"offloaded_bytes": 4096, "deferred_grad_sync_share": 0.3})
-    Metrics(lambda: tensorboard, lambda: None).write(row)
-    assert ("fold3d/offloaded_bytes", 4096, 7) in tensorboard.scalars
-    assert ("fold3d/deferred_grad_sync_share", 0.3, 7) in tensorboard.scalars
-
-
 def test_nothing_is_written_to_a_run_that_is_finished():
     wandb = Wandb()
     wandb.run = None
@@ -91,8 +79,5 @@ def test_nothing_is_written_to_a_run_that_is_finished():
     metrics.write(ROW)
     assert not metrics.is_wanted
     assert wandb.rows == []
-
-
-def test_metrics_of_a_rank_without_writers_are_not_computed():
-    assert not Metrics(lambda: None, lambda: None).is_wanted
     assert Metrics(lambda: None, Wandb).is_wanted
+    assert not Metrics(lambda: None, lambda: None).is_wanted

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ def pass_on(kind: str) -> tuple[int, int]:
     """Send from the last rank to the first; returns how often a pool grew, and its slots."""
     dist.init_process_group("gloo")
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    link = HostLink(dist.new_group(), device, timeout=timedelta(seconds=60))
+    link = HostLink(dist.new_group(), device)
     program = [Action(2, Op.RECV_F, 0), Action(2, Op.FORWARD, 0)]
     link.begin_iteration(tuple(program), torch.Size(SHAPE).numel() * 4)
     for number in range(NUM_TENSORS):
@@ -45,7 +44,7 @@ def pass_on(kind: str) -> tuple[int, int]:
 def take_first() -> bool:
     """Take the first of two tensors; returns whether the second then gets to the device."""
     dist.init_process_group("gloo")
-    link = HostLink(dist.new_group(), torch.device("cpu"), timeout=timedelta(seconds=60))
+    link = HostLink(dist.new_group(), torch.device("cpu"))
     receives = [Action(2, Op.RECV_F, number) for number in range(2)]
     link.begin_iteration((*receives, *(Action(2, Op.FORWARD, number) for number in range(2))), 64)
     if dist.get_rank() == LAST:
@@ -73,7 +72,7 @@ def pass_on_as(rank: int, port: int) -> None:
 def stage_two() -> tuple[bool, int]:
     """Stage two tensors in one slot; returns whether they share it, and the growths."""
     dist.init_process_group("gloo")
-    link = HostLink(dist.new_group(), torch.device("cpu"), timeout=timedelta(seconds=60))
+    link = HostLink(dist.new_group(), torch.device("cpu"))
     link.pool.reserve({512: 1})
     slot, _ = link._stage((128,), torch.float32)
     link._copying.append((link._copies.now(), None, slot))

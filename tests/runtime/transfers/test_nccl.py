@@ -27,10 +27,7 @@ class MegatronsGroup:
         self.options = dist.ProcessGroupNCCL.Options()
         self.options.config.max_ctas = 4
         self.options.config.traffic_class = 184
-
-    def _get_backend(self, device: torch.device) -> "MegatronsGroup":
-        assert device.type == "cuda"
-        return self
+        self.options._timeout = TIMEOUT
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -41,7 +38,8 @@ def test_groups_of_ours_have_the_options_of_megatrons_over_nccl(
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     make, seen = dist.new_group, list[Any]()
 
-    def new_group(ranks: list[int], *, pg_options: Any, **_: Any) -> Any:
+    def new_group(ranks: list[int], *, timeout: timedelta, pg_options: Any, **_: Any) -> Any:
+        assert timeout == TIMEOUT
         seen.append(pg_options)
         return make(ranks, backend="gloo")
 
@@ -52,8 +50,8 @@ def test_groups_of_ours_have_the_options_of_megatrons_over_nccl(
     monkeypatch.setattr(dist, "all_gather_object", lambda *_: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     try:
-        bucket_groups.connect([megatrons], CPU, TIMEOUT)
-        p2p.groups_by_op(megatrons, backend, TIMEOUT)
+        bucket_groups.connect([megatrons], CPU)
+        p2p.groups_by_op(megatrons, backend)
     finally:
         monkeypatch.undo()
         dist.destroy_process_group()

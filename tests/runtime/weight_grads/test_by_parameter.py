@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.plan.ir import WHOLE, Action
-from megatron.fold3d.runtime.weight_grads.by_parameter import SplitBackwards, by_parameter
+from megatron.fold3d.runtime.weight_grads.by_parameter import SplitBackwards, in_parts
 
 LAYER = {"fc2": 4, "fc1": 4, "qkv": 3, "proj": 1}
 Item = tuple[str, int]
 
 
 def divided(sizes: dict[str, int], microbatches: int, parts: int) -> list[list[tuple[Item, bool]]]:
-    items = [(name, m) for m in range(microbatches) for name in sizes]
-    return by_parameter(items, lambda item: item[0], lambda item: sizes[item[0]], ends(parts))
+    of_owners = [[(name, m) for m in range(microbatches)] for name in sizes]
+    return in_parts(of_owners, [*sizes.values()], [(1,)] * len(sizes), ends(parts))
 
 
 def ends(parts: int) -> list[int]:
@@ -31,15 +31,9 @@ def test_small_parameters_are_complete_first():
 
 def test_shards_are_complete_in_turns():
     # Of two shards fc2 and a half of fc1 are the first, and the others the second.
-    shards = {"fc2": (4, 0), "fc1": (2, 2), "qkv": (0, 3), "proj": (0, 1)}
-    parts = by_parameter(LAYER, lambda name: name, LAYER.__getitem__, ends(12), shards.__getitem__)
+    shards = [(4, 0), (2, 2), (0, 3), (0, 1)]
+    parts = in_parts([[name] for name in LAYER], [*LAYER.values()], shards, ends(12))
     assert [name for part in parts for name, _ in part] == ["proj", "fc2", "qkv", "fc1"]
-
-
-def test_modules_are_the_same_object_in_each_micro_batch():
-    module = object()
-    parts = by_parameter([module] * 3, lambda item: item, lambda _: 1, ends(3))
-    assert [is_last for part in parts for _, is_last in part] == [False, False, True]
 
 
 class Operand:

@@ -28,6 +28,7 @@ ERRORS = {
     "fig14": (0.08, 0.05),
     "ablation": (0.11, 0.06),
 }
+STRESS = pytest.mark.stress
 PICTURES = Path(__file__).parents[3] / "docs/images/paper"
 VERDICTS = {
     "table4": [True],
@@ -134,7 +135,13 @@ def test_without_matplotlib_one_line_says_how_to_get_pictures(
 @pytest.mark.processes  # matplotlib lists the system's fonts once
 @pytest.mark.slow
 @pytest.mark.skipif(not can_draw(), reason="needs matplotlib")
-@pytest.mark.parametrize("name", command.EXPERIMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [  # drawing takes seconds: each form of a picture
+        name if name in ("table2", "fig5", "fig8", "fig14") else pytest.param(name, marks=STRESS)
+        for name in command.EXPERIMENTS
+    ],
+)
 def test_a_picture_says_that_it_is_simulated_and_hatches_its_bars(results, name, tmp_path: Path):
     svg, png = draw(results[name], tmp_path)
     assert (svg.name, png.name) == (f"{name}.svg", f"{name}.png")

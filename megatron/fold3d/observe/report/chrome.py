@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.fold3d.observe.messages import reader_of, source_of
 from megatron.fold3d.observe.timeline import LAYER_SYNCS, Lane, Span, Timeline, by_row
-from megatron.fold3d.plan.ops import PART_OPS, TABLE, wait_title
+from megatron.fold3d.plan.ops import PART_OPS, TABLE
 
 _US = 1e6
 _PER_LANE = 100  # threads at most; numbers are for sorting
@@ -55,7 +55,7 @@ def _slice(timeline: Timeline, span: Span, pid: int, tid: int) -> dict[str, Any]
         stage, op, microbatch = span.action
         details |= {"action": str(span.action), "segment": stage // timeline.num_ranks}
         if span.lane is Lane.WAIT:
-            name = wait_title(op)
+            name = TABLE[op].waits
         elif span.lane is not Lane.OPTIMIZER:
             name = TABLE[op].title
         if microbatch is not None and op not in PART_OPS:

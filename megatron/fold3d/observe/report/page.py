@@ -4,12 +4,13 @@ The page is one file that loads nothing from outside. Python writes the tables a
 scripts in `web` draw the diagram from the spans, which are embedded as columns.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import chain
 from json import JSONEncoder
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from megatron.fold3d.observe.breakdown import COLUMNS, Breakdown, seconds_of, shown_columns
@@ -18,7 +19,7 @@ from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.observe.report.palette import color, shades, takes_dark_text
 from megatron.fold3d.observe.timeline import Lane, Timeline, by_row, queued
 from megatron.fold3d.plan.ir import gc_paused
-from megatron.fold3d.plan.ops import for_pages
+from megatron.fold3d.plan.ops import TABLE
 
 _SCRIPTS = ("model.js", "canvas.js", "paint.js", "view.js")
 _US = 1e6
@@ -53,8 +54,7 @@ def page(
     """Return the page as HTML.
 
     Args:
-        title: the title.
-        caption: the line below it.
+        caption: the line below the title.
         views: the first is the one that the tiles are about.
         speeds: the rows of a table about all iterations, not only the traced ones; titles first.
     """
@@ -65,15 +65,6 @@ def page(
     ]
     if min(len(view.timeline.iteration_ends_s(0)) for view in views) > 1:
         toggles.append(_ALIGN)
-    parts = {
-        "title": escape(title),
-        "caption": escape(caption),
-        "tiles": "".join(_tiles(views)),
-        "toggles": "".join(toggles) if len(views) > 1 else "",
-        "sections": "".join(
-            chain(_speed_section(speeds), _time_section(views), _path_section(views, paths))
-        ),
-    }
     num_segments = max(view.timeline.num_segments for view in views)
     data = {
         "num_ranks": views[0].timeline.num_ranks,
@@ -81,22 +72,28 @@ def page(
         "palette": shades(num_segments),
         "views": [_columns(view, path) for view, path in zip(views, paths, strict=True)],
     }
-    return _filled(parts, data)
-
-
-def _filled(parts: Mapping[str, str], data: Mapping[str, Any]) -> str:
-    """Return the page with its ``{{parts}}``, which are HTML, and its style, scripts and data."""
     to_json = JSONEncoder(separators=(",", ":")).encode
-    parts = {
-        **parts,
-        "style": _read("style.css"),
-        "script": "\n".join((f"const OPS = {to_json(for_pages())};", *map(_read, _SCRIPTS))),
+    return Template(_read("page.html")).substitute(
+        title=escape(title),
+        caption=escape(caption),
+        tiles="".join(_tiles(views)),
+        toggles="".join(toggles) if len(views) > 1 else "",
+        sections="".join(
+            chain(_speed_section(speeds), _time_section(views), _path_section(views, paths))
+        ),
+        style=_read("style.css"),
+        script="\n".join((f"const OPS = {to_json(for_scripts())};", *map(_read, _SCRIPTS))),
         # No text of a trace may end the element that it is in, or begin a comment there.
-        "data": to_json(data).replace("<", "\\u003c"),
+        data=to_json(data).replace("<", "\\u003c"),
+    )
+
+
+def for_scripts() -> dict[str, dict[str, str]]:
+    """Return what the page's scripts know of each op, by its spelling."""
+    return {
+        op.rstrip(":"): {"kind": row.kind, "title": row.title, "waits": row.waits}
+        for op, row in TABLE.items()
     }
-    head, *rest = _read("page.html").split("{{")
-    filled = (parts[name] + text for name, text in (part.split("}}", 1) for part in rest))
-    return head + "".join(filled)
 
 
 def _read(name: str) -> str:

@@ -8,25 +8,37 @@ moves STEP and the all-gather some forwards later:
     after   rank 0  ... 0F0 2STEP 2ALL_GATHER 0F1 2F0 2F1 ...
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from megatron.fold3d.plan.ir import Action, Op, Program, carried, per_rank
 
-_MOVED = (Op.STEP, Op.FREE_GRAD, Op.ALL_GATHER)  # in this order
+_MOVED = (Op.STEP, Op.ALL_GATHER)  # in this order
 
 
 @per_rank
-def gather_later(program: Program, forwards: Mapping[int, int]) -> Iterator[Action]:
+def gather_later(
+    program: Program, shares: Sequence[float], parameter_share: float
+) -> Iterator[Action]:
     """Move the all-gathers of carried stages, with their STEP, behind some forwards.
+
+    The forwards of the stage before overlap first the rest of the reduce-scatter, then the
+    all-gather. They are divided in proportion to the bytes of the two. The all-gather of the rank's
+    first stage keeps its place.
 
     Args:
         program: with all-gathers, and with DP.sync that reaches into the next iteration.
-        forwards: by stage, how many forwards of the rank's stage before come first. All-gathers of
-            stages that are not named, and of the rank's first stage, keep their place.
+        shares: by stage, the part of its sum that does not reach into the next iteration.
+        parameter_share: bytes of a parameter, as a share of those of its gradient.
     """
-    stages = list(dict.fromkeys(stage for stage, op, _ in program if op is Op.FORWARD))
-    before = {stage: earlier for earlier, stage in pairwise(stages)}
+    num = Counter(stage for stage, op, _ in program if op is Op.FORWARD)
+    before = {stage: earlier for earlier, stage in pairwise(num)}
+    forwards = {
+        stage: round(num[earlier] * rest / (rest + parameter_share))
+        for stage, earlier in before.items()
+        if (rest := 1 - shares[stage]) > 0
+    }
     gathered = {stage for stage, op, _ in program if op is Op.ALL_GATHER}
     moved = [s for s in before if forwards.get(s) and s in carried(program).keys() & gathered]
     actions = set(program)

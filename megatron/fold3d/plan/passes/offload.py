@@ -22,7 +22,6 @@ class OffloadChoice:
     """How many activations are offloaded and how early: the options of `add_offload`.
 
     Attributes:
-        at_most: the number of activations; None is all.
         depth: the number of computations that an offload, or a reload, may overlap.
     """
 

@@ -19,11 +19,8 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, gc_paused
-from megatron.fold3d.plan.memory import peak_activations
-from megatron.fold3d.plan.parts import part_begins
-from megatron.fold3d.plan.passes.weight_grads import split_stages
-from megatron.fold3d.plan.verify import error_at
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program, error_at, gc_paused
+from megatron.fold3d.plan.memory import HeldSizes
 
 _ROUNDING = 1e-9  # a computation that takes exactly as long as a gap fits
 
@@ -37,53 +34,6 @@ class StageTimes:
     """Without weight gradients."""
     weight_s: tuple[float, ...]
     transfer_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldSizes:
-    """The memory that a micro-batch of each stage holds and the limit of each rank, in any unit."""
-
-    saved: tuple[float, ...]
-    """By stage, from a forward until its backward."""
-    delayed: tuple[float, ...]
-    """By stage, from a backward until its weight gradients."""
-    most: tuple[float, ...]
-    """By rank."""
-
-    @classmethod
-    def counted(cls, plan: Plan, most: int | None = None) -> "HeldSizes":
-        """Count micro-batches of a stage; one whose weight gradients are missing counts in full.
-
-        Args:
-            plan: the order of computation.
-            most: the limit of any rank; None is the fullest rank's peak with whole backwards.
-        """
-        if most is None:
-            most = max(peak_activations(plan.select({Op.FORWARD, Op.BACKWARD})))
-        ones = (1.0,) * plan.num_stages
-        return cls(saved=ones, delayed=ones, most=(float(most),) * plan.num_ranks)
-
-    def peaks(self, plan: Plan) -> list[float]:
-        """Return the most that each rank of a plan holds at once."""
-        peaks = []
-        for program in plan.programs:
-            split = split_stages(program)
-            now = peak = 0.0
-            begins = part_begins(program) if split else {}
-            for action in program:
-                stage, op, _ = action
-                if op is Op.FORWARD:
-                    now += self.saved[stage]
-                elif op is Op.BACKWARD:
-                    now += (self.delayed[stage] if stage in split else 0.0) - self.saved[stage]
-                elif op is Op.WEIGHT:
-                    now -= self.delayed[stage]
-                elif op is Op.WEIGHT_PART:
-                    part = (action.end - begins[action]) / WHOLE
-                    now -= plan.num_microbatches * part * self.delayed[stage]
-                peak = max(peak, now)
-            peaks.append(peak)
-        return peaks
 
 
 @gc_paused()
@@ -105,7 +55,6 @@ def place_weight_grads(
 
     Args:
         plan: a plan of forwards and backwards only.
-        times: the times of its stages.
         held: sizes, and the most that a rank holds; by default `HeldSizes.counted`.
         at_end: segments whose weight gradients follow the last backward, unless memory is full:
             the first segment's DP.sync overlaps them.
@@ -269,7 +218,6 @@ def placed_orders(plan: Plan, times: StageTimes, held: HeldSizes) -> Iterator[Pl
 
     Args:
         plan: a plan of forwards and backwards only.
-        times: the times of its stages.
         held: sizes, and the most that a rank holds.
 
     Raises:

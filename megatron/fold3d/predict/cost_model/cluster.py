@@ -1,7 +1,7 @@
 """Clusters as data: what a node has, and what links it to the others."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,10 @@ from megatron.fold3d.observe.fields import check_fields, from_file, is_file_name
 from megatron.fold3d.policy.grad_sync_cuts import RING_BUFFER_BYTES
 
 GIGA = 1e9
+USABLE_MEMORY = 0.85
+"""Of a GPU's; the rest is CUDA's, NCCL's and what the allocator cannot use."""
 _MOST_GPUS = 1_000_000
+_LEAST = 1e6  # of bytes and rates; what is less was written in giga or mega
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,14 @@ class Cluster:
         check_fields(self, may_be_zero=("nic_latency_s", "ring_buffer_bytes"))
         if self.num_gpus > _MOST_GPUS:
             raise ValueError(f"found {self.num_gpus} GPUs; give {_MOST_GPUS} at most")
+        for field in fields(self):
+            value, is_rate = getattr(self, field.name), field.name.endswith("_per_s")
+            if (is_rate or field.name.endswith("_memory_bytes")) and 0 < value < _LEAST:
+                unit = "bytes" if "bytes" in field.name else "FLOP"
+                raise ValueError(
+                    f"found {field.name}={value:g}; it is in {unit}: give {value:g}e9 if you mean "
+                    f"giga{unit}"
+                )
         for name in ("compute_efficiency", "nic_efficiency"):
             if (value := getattr(self, name)) > 1:
                 raise ValueError(f"found {name}={value}; an efficiency is in (0, 1]")
@@ -109,6 +120,16 @@ class Cluster:
                     f"found switch_nodes={list(self.switch_nodes)}; each is a multiple of the one "
                     "before, since a switch has whole switches below it"
                 )
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a run may hold of a GPU's memory."""
+        return self.gpu_memory_bytes * USABLE_MEMORY
+
+    @property
+    def usable_host_bytes(self) -> float:
+        """What one GPU's activations may take of the host's memory."""
+        return self.host_memory_bytes * USABLE_MEMORY / self.gpus_per_node
 
     @property
     def num_gpus(self) -> int:
@@ -209,7 +230,7 @@ def cluster(name: str) -> Cluster:
     """
     if is_file_name(name):
         return from_file(Path(name), Cluster, "cluster")
-    match = _NAME.fullmatch(name)
+    match = _NAME.fullmatch(name.lower())
     if match is None or match["node"] not in NODES:
         raise ValueError(
             f"unknown cluster {name!r}; write <node>x<gpus>-<Gb/s>g such as a100x128-200g with a "
@@ -222,7 +243,7 @@ def cluster(name: str) -> Cluster:
             f"{num_gpus} GPUs do not fill nodes of {node.gpus_per_node}; "
             f"try {max(1, round(num_gpus / node.gpus_per_node)) * node.gpus_per_node}"
         )
-    found = replace(node, name=name, num_nodes=num_gpus // per_node, gpus_per_node=per_node)
+    found = replace(node, name=match[0], num_nodes=num_gpus // per_node, gpus_per_node=per_node)
     if match["gigabits"] is None:
         return found
     return replace(found, nic_bytes_per_s=float(match["gigabits"]) / 8 * GIGA)

@@ -83,10 +83,12 @@ def _kernels(
     wider, layer = hidden / shape.hidden_size, shape.num_layers - 1
     tokens = microbatch * sequence / setup.context_parallel
     attended, projected = (wider * size / t for size in (shape.attention_size, shape.qkv_size))
-    widths = [wider * width / t for width in shape.ffn_sizes(layer)]
+    widths = [(wider * outer, wider * inside / t) for outer, inside in shape.ffn_sizes(layer)]
     gated = 1 + shape.swiglu
     linears = [(hidden, projected), (attended, hidden)]
-    linears += [pair for w in widths for pair in ((hidden, gated * w), (w, hidden))]
+    if shape.num_experts_in(layer) and (latent := wider * shape.moe_latent_size):
+        linears += [(hidden, latent), (latent, hidden)]
+    linears += [pair for h, w in widths for pair in ((h, gated * w), (w, h))]
     for inputs, outputs in linears:
         moved = 2 * (tokens * (inputs + outputs) + inputs * outputs)
         each = 2 * tokens * inputs * outputs, moved
@@ -97,7 +99,7 @@ def _kernels(
     scores *= setup.local_layers  # those of Transformer Engine never reach the GPU's memory
     whole = t if setup.sequence_parallel else 1
     elementwise = [4 * tokens * hidden / whole] * 2 + [7 * tokens * hidden / whole] * 2
-    elementwise += [2 * (gated + 1) * tokens * w for w in widths]
+    elementwise += [2 * (gated + 1) * tokens * w for _, w in widths]
     elementwise += [4 * tokens * projected, 4 * scores, 3 * scores]
     for times in (1, 2):  # a backward does twice as much
         for moved in (m for m in elementwise if m):

@@ -19,6 +19,7 @@ from typing import Any
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.coded_gathers import CODED_BYTES_PER_S
 from megatron.fold3d.predict.cost_model.efficiency import efficiency
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
 from megatron.fold3d.predict.cost_model.placement import gpus_together, nic_of_rank, routes
@@ -87,11 +88,7 @@ def estimate(
     """Return the costs of a pipeline's actions and the bytes they hold.
 
     Args:
-        shape: the model.
         cluster: all of its GPUs are used.
-        setup: how it is trained.
-        num_ranks: ranks of a pipeline.
-        num_segments: model chunks per rank.
         layers: layers of each stage; if empty, all have equally many.
 
     Raises:
@@ -118,7 +115,7 @@ def estimate(
         # Megatron demands one with tensor parallelism; CUDA's default is enough for our streams.
         1 if one_queue and not cluster.is_blackwell else None,
         routes(cluster, setup, num_ranks),
-        started_shares(min(map(len, shape.stage_layers(split))), setup.num_replicas),
+        started_shares(min(map(len, shape.stage_layers(split))), setup.most_replicas),
     )
 
 
@@ -126,9 +123,6 @@ def footprint_of(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) 
     """Return the bytes that ranks, and micro-batches of stages, hold.
 
     Args:
-        shape: the model.
-        setup: how it is trained.
-        num_ranks: ranks of a pipeline.
         split: the layers of each stage, or the number of stages with equally many.
     """
     full = setup.recompute == "full"
@@ -291,6 +285,7 @@ class _Pipeline:
     def _grad_sync_s(self, num_bytes: float) -> float:
         """DP.sync of gradients: an all-reduce, or with the distributed optimizer a reduce-scatter.
 
+        With several optimizer instances that is one of each instance, and shards are all-reduced.
         That in 32 bits is an all-to-all: what replicas of one node send to the others all leaves
         the node, where a ring adds it up on its way.
         """
@@ -299,6 +294,11 @@ class _Pipeline:
         _, bytes_per_s = self._bandwidths(setup.tensor_parallel, n)
         if not setup.distributed_optimizer:
             return all_reduce_s(n, num_bytes, bytes_per_s)
+        if (instances := setup.optimizer_instances) > 1:
+            near = n // instances
+            near_bytes_per_s, far_bytes_per_s = self._instance_bandwidths
+            shards_s = all_reduce_s(instances, num_bytes / near, far_bytes_per_s)
+            return reduce_scatter_s(near, num_bytes, near_bytes_per_s) + shards_s
         seconds = reduce_scatter_s(n, num_bytes, bytes_per_s)
         if not setup.scatters_in_fp32 or span <= per_node:
             return seconds
@@ -312,16 +312,31 @@ class _Pipeline:
         return collective(setup.num_expert_replicas, num_bytes, self._expert_bandwidth)
 
     def _param_gather_s(self, gradient_bytes: float, of_experts: float) -> float:
-        """DP.sync of updated parameters, which only the distributed optimizer has."""
+        """DP.sync of updated parameters, which only the distributed optimizer has.
+
+        With coded all-gathers it is what they take with coding, if that is less.
+        """
         setup = self.setup
         if not setup.distributed_optimizer:
             return 0.0
         smaller = setup.element_bytes / setup.gradient_bytes
+        dense, experts = gradient_bytes * smaller, of_experts * smaller
+        whole_s = self._gather_s(dense, experts)
+        if not setup.gathered_bits:
+            return whole_s
+        share = setup.gathered_bits / 8 / setup.element_bytes
+        coding_s = (dense + experts) / CODED_BYTES_PER_S
+        return min(whole_s, coding_s + self._gather_s(share * dense, share * experts))
+
+    def _gather_s(self, dense: float, experts: float) -> float:
+        """All-gathers of so many bytes, those of experts among the GPUs that share them."""
+        setup = self.setup
         d, e = setup.num_replicas, setup.num_expert_replicas
-        dense, experts = gradient_bytes * smaller, of_experts * smaller / e
         _, bytes_per_s = self._bandwidths(setup.tensor_parallel, d)
+        if setup.optimizer_instances > 1:
+            d, bytes_per_s = d // setup.optimizer_instances, self._instance_bandwidths[0]
         dense_s = all_gather_s(d, dense / d, bytes_per_s)
-        return dense_s + all_gather_s(e, experts, self._expert_bandwidth)
+        return dense_s + all_gather_s(e, experts / e, self._expert_bandwidth)
 
     def _reduced_in_iteration_s(self, num_stages: int) -> tuple[float, ...]:
         """DP.sync that is never deferred: that of word embeddings which two stages share."""
@@ -342,6 +357,15 @@ class _Pipeline:
     def _expert_bandwidth(self) -> float:
         """The bandwidth that a group of GPUs with the same experts sees."""
         return self._bandwidths(*self.setup.expert_ranks, self.setup.num_expert_replicas)[-1]
+
+    @property
+    def _instance_bandwidths(self) -> tuple[float, float]:
+        """The bandwidths of replicas of one optimizer instance, and of those across instances."""
+        setup, instances = self.setup, self.setup.optimizer_instances
+        inside = 1 if setup.order == "tp-dp-pp" else self.num_ranks
+        near = inside * setup.num_replicas // instances
+        _, here, far = self._bandwidths(setup.tensor_parallel, near, instances)
+        return here, far
 
     def _bandwidths(self, *sizes: int) -> tuple[float, ...]:
         """Return what groups inside each other see (AxoNN eq. 10), of which the last are replicas.

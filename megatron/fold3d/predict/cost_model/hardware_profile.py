@@ -45,11 +45,7 @@ class HardwareProfile:
                 raise ValueError(f"found {field.name}={value!r}; it is a number from 0 on")
 
     def costs(self, layers: Sequence[float]) -> Costs:
-        """Return the costs of the stages of a model.
-
-        Args:
-            layers: layers of each stage.
-        """
+        """Return the costs of the stages of a model."""
         ends = [0.0] * len(layers)
         forward_s, backward_s, gradient_bytes = [*ends], [*ends], [*ends]
         forward_s[0] += self.embedding_forward_s

@@ -23,9 +23,7 @@ def launches(
 
     Args:
         gradient_bytes: bytes of each stage's gradients on one GPU.
-        setup: how the model is trained.
         deferred: whether DP.sync reaches into the next iteration, which cuts each bucket in slices.
-        connections: hardware queues that the streams of a GPU share.
     """
     cuts = cuts_every_segment(
         one_queue=connections == 1, distributed_optimizer=setup.distributed_optimizer

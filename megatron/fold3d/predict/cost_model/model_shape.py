@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, astuple, dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,7 +19,7 @@ from megatron.fold3d.observe.fields import check_fields, from_file, is_file_name
 Family = Literal["gpt", "bert", "encoder-decoder"]
 Split = int | Sequence[int]
 """The number of equal stages that a model is cut into, or the number of layers of each stage."""
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
 # A search asks for few splits of one model, and for each of them again and again.
 _per_shape = lru_cache(maxsize=1024)
 
@@ -63,8 +64,8 @@ class ModelShape:
     _: KW_ONLY
     seq_length: int = 2048
     vocab_size: int = 51_200
-    ffn_hidden_size: int = 0
-    """4 times the hidden size if zero."""
+    ffn_hidden_size: int | None = None
+    """4 times the hidden size if None."""
     kv_channels: int = 0
     """Hidden size over heads if zero."""
     num_decoder_layers: int = 0
@@ -89,14 +90,23 @@ class ModelShape:
     qk_norm: bool = False
     """True if queries and keys have norms: each head's or, of multi-latent attention, the latent
     vectors'."""
+    output_gate: bool = False
+    """True if a projection of its own, as wide as the queries, gates the output of attention."""
+    learned_sinks: bool = False
+    """True if each head of attention has a learned term in the sum of its softmax."""
     vocab_unit: int = 128
     """Each tensor-parallel rank holds a multiple of it of the vocabulary's rows."""
     num_experts: int = 0
     experts_per_token: int = 0
-    expert_ffn_hidden_size: int = 0
-    """``ffn_hidden_size`` if zero."""
+    expert_ffn_hidden_size: int | None = None
+    """That of other feed-forward layers if None."""
     shared_expert_ffn_hidden_size: int = 0
     """Of all shared experts together, which every token passes; none if zero."""
+    shared_expert_gate: bool = False
+    """True if a learned vector gates what shared experts add."""
+    moe_latent_size: int = 0
+    """Width of the inputs and outputs of experts, projected to and from; the hidden size if zero.
+    """
     num_dense_layers: int = 0
     """The first layers of a model with experts that have a feed-forward layer instead."""
     kv_lora_rank: int = 0
@@ -134,8 +144,10 @@ class ModelShape:
                 f"found experts_per_token={self.experts_per_token}; there are "
                 f"{self.num_experts} experts"
             )
-        if self.num_layers > _MOST_LAYERS:
-            raise ValueError(f"found num_layers={self.num_layers}; give {_MOST_LAYERS} at most")
+        if self.is_latent and self.output_gate:
+            raise ValueError("found output_gate of multi-latent attention, which has none; drop it")
+        if self.num_layers > MOST_LAYERS:
+            raise ValueError(f"found num_layers={self.num_layers}; give {MOST_LAYERS} at most")
         if self.family not in get_args(Family):
             raise ValueError(
                 f"found family={self.family!r}; it is one of {', '.join(get_args(Family))}"
@@ -154,12 +166,18 @@ class ModelShape:
     @property
     def ffn_size(self) -> int:
         """Width of the feed-forward layer."""
-        return self.ffn_hidden_size or 4 * self.hidden_size
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
 
     @property
     def expert_ffn_size(self) -> int:
         """Width of an expert."""
-        return self.expert_ffn_hidden_size or self.ffn_size
+        given = self.expert_ffn_hidden_size
+        return self.ffn_size if given is None else given
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Width of what goes into an expert, and comes back."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def is_latent(self) -> bool:
@@ -190,16 +208,16 @@ class ModelShape:
 
     @property
     def qkv_size(self) -> int:
-        """Width of queries, keys and values together."""
+        """Width of queries, keys and values together, and of the gate of attention's output."""
         if self.is_latent:
             return 2 * self._query_size + self.attention_size
-        heads = self.num_attention_heads + 2 * self.num_groups
+        heads = self.num_attention_heads * (1 + self.output_gate) + 2 * self.num_groups
         return self.attention_size // self.num_attention_heads * heads
 
     @property
     def key_and_value_size(self) -> int:
         """Width of keys and values together."""
-        return self.qkv_size - self._query_size
+        return self.qkv_size - self._query_size * (1 + self.output_gate)
 
     @property
     def _query_size(self) -> int:
@@ -256,7 +274,8 @@ class ModelShape:
     def _attention_parameters(self) -> Parameters:
         h, attended = self.hidden_size, self.attention_size
         down = h * sum(self.latent_sizes)
-        weights = Parameters(divided=self._projections - down, latent=down)
+        sinks = self.num_attention_heads * self.learned_sinks
+        weights = Parameters(divided=self._projections - down + sinks, latent=down)
         last_bias = Parameters(whole=h if self.biases else 0)
         if self.is_latent:  # without biases but the last
             norms = self.norm_size * (self.q_lora_rank + self.kv_lora_rank) * self.qk_norm
@@ -268,20 +287,22 @@ class ModelShape:
     def _feed_forward_parameters(self, layer: int) -> Parameters:
         h, experts = self.hidden_size, self.num_experts_in(layer)
 
-        def split_and_whole(width: int) -> tuple[int, int]:
+        def split_and_whole(width: int, outer: int = h) -> tuple[int, int]:
             """Return those of a feed-forward layer that a size divides, and the rest."""
             gated = 1 + self.swiglu
-            divided = (1 + gated) * h * width + gated * width * self.biases
-            return divided, h * self.biases
+            divided = (1 + gated) * outer * width + gated * width * self.biases
+            return divided, outer * self.biases
 
         if not experts:
             divided, whole = split_and_whole(self.ffn_size)
             return Parameters(divided=divided, whole=whole)
-        of_expert, whole_of_expert = split_and_whole(self.expert_ffn_size)
+        of_expert, whole_of_expert = split_and_whole(self.expert_ffn_size, self.expert_hidden_size)
         shared, whole = (
             split_and_whole(width) if (width := self.shared_expert_ffn_hidden_size) else (0, 0)
         )
-        router = experts * (h + self.biases)
+        router = experts * (h + self.biases) + h * (self.shared_expert_gate and shared > 0)
+        if latent := self.moe_latent_size:
+            router += 2 * h * latent + (h + latent) * self.biases
         return Parameters(
             divided=shared,
             whole=router + whole,
@@ -300,15 +321,19 @@ class ModelShape:
         """
         h, s = self.hidden_size, self.seq_length
         attention = self._projections * self.num_attentions_in(layer)
-        feed_forward = (2 + self.swiglu) * h * sum(self.ffn_sizes(layer))
-        return 2 * s * (attention + feed_forward + h * self.num_experts_in(layer))
+        feed_forward = (2 + self.swiglu) * sum(map(prod, self.ffn_sizes(layer)))
+        if experts := self.num_experts_in(layer):
+            feed_forward += h * (experts + 2 * self.moe_latent_size)
+        return 2 * s * (attention + feed_forward)
 
-    def ffn_sizes(self, layer: int) -> tuple[int, ...]:
-        """Return the widths of the feed-forward layers that a token passes."""
+    def ffn_sizes(self, layer: int) -> tuple[tuple[int, int], ...]:
+        """Return the widths, around and inside, of the feed-forward layers that a token passes."""
         if not self.num_experts_in(layer):
-            return (self.ffn_size,)
-        sizes = (self.expert_ffn_size,) * self.experts_per_token
-        return (*sizes, *filter(None, [self.shared_expert_ffn_hidden_size]))
+            return ((self.hidden_size, self.ffn_size),)
+        sizes = ((self.expert_hidden_size, self.expert_ffn_size),) * self.experts_per_token
+        if shared := self.shared_expert_ffn_hidden_size:
+            sizes += ((self.hidden_size, shared),)
+        return sizes
 
     def num_experts_in(self, layer: int) -> int:
         """Return the experts of a layer, zero if it has none."""
@@ -439,8 +464,8 @@ def model_shape(name: str) -> ModelShape:
     Raises:
         ValueError: no shape has this name, or the file does not describe one.
     """
-    if name in SHAPES:
-        return SHAPES[name]
+    if (known := SHAPES.get(name.lower())) is not None:
+        return known
     if is_file_name(name):
         return from_file(Path(name), ModelShape, "model")
     if match := re.fullmatch(r"(\d+)-(\d+)-(\d+)(?:-(\d+))?", name):

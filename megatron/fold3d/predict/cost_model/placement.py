@@ -42,9 +42,7 @@ def routes(cluster: Cluster, setup: Setup, num_ranks: int) -> Routes:
     Links that are never scarcer than NICs are left out.
 
     Args:
-        cluster: the cluster, with its switches.
         setup: how the model is split, apart from its pipeline.
-        num_ranks: pipeline ranks.
 
     Raises:
         ValueError: nodes of one pipeline rank are not alike.

@@ -14,6 +14,7 @@ _NAMES = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"),
     *("ffn_hidden_size", "kv_channels", "num_query_groups", "rotary_base", "num_experts"),
     *("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    "moe_latent_size",
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
 )
 FIELDS = {name: name for name in _NAMES} | {
@@ -70,9 +71,17 @@ def shape_flags(shape: ModelShape) -> tuple[str, ...]:
         "--disable-bias-linear": not shape.biases,
         "--add-qkv-bias": shape.qkv_bias,
         "--untie-embeddings-and-output-weights": shape.untied,
+        "--attention-output-gate": shape.output_gate,
+        "--softmax-type learnable": shape.learned_sinks,
+        "--moe-shared-expert-gate": shape.shared_expert_gate,
         f"--moe-layer-freq [0]*{dense}+[1]*{sparse}": dense,
     }
+    given = {
+        flag: size  # zero is a width; of other sizes it stands for Megatron's default
+        for flag, size in sizes.items()
+        if size or (size is not None and flag.endswith("-ffn-hidden-size"))
+    }
     return (
-        *(word for flag, size in sizes.items() if size for word in (flag, str(size))),
+        *(word for flag, size in given.items() for word in (flag, str(size))),
         *(word for words, is_on in switches.items() if is_on for word in words.split()),
     )

@@ -24,11 +24,7 @@ def fewest_recomputed(
     """Return how many layers of each stage are recomputed at least, so that every rank fits.
 
     Args:
-        plan: the plan that runs.
-        shape: the model.
         setup: how it is trained, with full recomputation.
-        footprint: the memory that the setup takes.
-        usable_bytes: usable memory of a GPU.
         split: layers of each stage; if empty, all have equally many.
 
     Raises:
@@ -73,8 +69,6 @@ def estimate_with_counts(
 
     Args:
         known: the estimate if all layers are recomputed.
-        shape: the model.
-        setup: how it is trained.
         counts: of each stage; without numbers the estimate stays as it is.
         split: layers of each stage; if empty, all have equally many.
     """

@@ -7,17 +7,15 @@ buffers are whole again, for the optimizer's step.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
 
 from megatron.fold3d.observe.memory_curve import Footprint
-from megatron.fold3d.plan.compile import Features, lower
+from megatron.fold3d.plan.compile import Job, Shards, lower
 from megatron.fold3d.plan.ir import Plan, Program, carried
 from megatron.fold3d.plan.memory import peak_resident
 from megatron.fold3d.plan.ops import FREE_OPS, HOST_OPS
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.sizes import Setup
 
-Shards = Literal["off", "weights", "gradients"]
 _FREE_GRADS = HOST_OPS - FREE_OPS
 
 
@@ -30,7 +28,6 @@ def sharded_footprint(
         footprint: the footprint with whole parameters and gradients.
         plan: a plan with DP.sync.
         gradient_bytes: bytes of each stage's gradients on one GPU.
-        setup: how the model is trained.
     """
     late = frozenset().union(*map(_freed_late, plan.programs))
     return replace(
@@ -58,7 +55,6 @@ def aiao_change(gradient_bytes: Sequence[float], setup: Setup, shards: Shards) -
 
     Args:
         gradient_bytes: bytes of the gradients of each of the rank's stages, on one GPU.
-        setup: how the model is trained.
         shards: whether weights, or gradients too, are kept in shards.
     """
     if shards == "off":
@@ -84,5 +80,4 @@ def _saving(program: Program, gradients: Mapping[int, float], setup: Setup) -> f
 def _of_one_rank(num_segments: int, shards: Shards) -> Plan:
     """Return AIAO on one rank: what is whole, and when, is the same on all."""
     order = build("aiao", num_ranks=1, num_segments=num_segments, num_microbatches=1)
-    features = Features(shards_params=True, shards_grads=shards == "gradients")
-    return lower(order, features=features)
+    return lower(Job.of(order, shards=shards))

@@ -48,13 +48,17 @@ class Setup:
     """With small gradients: each replica adds its micro-batches up in 32 bits, apart from them."""
     scatters_in_fp32: bool = False
     """The distributed optimizer adds replicas up in 32 bits, behind an all-to-all."""
+    gathered_bits: float = 0.0
+    """Of a parameter, where all-gathers send what a step has changed; 0 is all of it."""
+    optimizer_instances: int = 1
+    """Groups of replicas, each of which shards the distributed optimizer's state among itself."""
     local_layers: bool = False
     """Layers are Megatron's own, in place of Transformer Engine's."""
 
     def __post_init__(self) -> None:
         for field in (
             *("tensor_parallel", "data_parallel", "microbatch_size"),
-            *("context_parallel", "expert_parallel"),
+            *("context_parallel", "expert_parallel", "optimizer_instances"),
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"found {field}={getattr(self, field)}; it is at least one")
@@ -76,6 +80,11 @@ class Setup:
     def num_expert_replicas(self) -> int:
         """The GPUs that hold the same experts."""
         return self.num_replicas * self.tensor_parallel // prod(self.expert_ranks)
+
+    @property
+    def most_replicas(self) -> int:
+        """The most GPUs that hold the same parameters, as `config.job_sizes.num_replicas`."""
+        return max(self.num_replicas, self.num_expert_replicas)
 
     @property
     def expert_ranks(self) -> tuple[int, int]:
@@ -117,6 +126,11 @@ class Setup:
             raise ValueError(
                 f"num_experts={shape.num_experts} is not divisible by expert_parallel={e}; "
                 "give a size that divides it"
+            )
+        if self.num_replicas % self.optimizer_instances:
+            raise ValueError(
+                f"{self.num_replicas} replicas are not divisible by "
+                f"optimizer_instances={self.optimizer_instances}; give a number that divides them"
             )
         if self.num_replicas * t % prod(self.expert_ranks):
             raise ValueError(
@@ -168,7 +182,8 @@ def static_bytes(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) 
     whole, optimizer = setup.element_bytes + gradient, setup.optimizer_bytes
     shares = (1.0, 1.0)
     if setup.distributed_optimizer:
-        shares = (1 / setup.num_replicas, 1 / setup.num_expert_replicas)
+        instances = setup.optimizer_instances
+        shares = (instances / setup.num_replicas, instances / setup.num_expert_replicas)
     stages = [
         (held.dense + held.experts) * whole
         + (held.dense * shares[0] + held.experts * shares[1]) * optimizer
@@ -229,10 +244,12 @@ def _saved_elements(shape: ModelShape, layer: int) -> int:
 
     Each expert that a token goes to has a copy of its input, and its output until they are summed.
     """
-    widths = shape.ffn_sizes(layer)
-    elements = shape.attention_size + shape.qkv_size + (2 + shape.swiglu) * sum(widths)
+    width = sum(inside for _, inside in shape.ffn_sizes(layer))
+    attended = shape.attention_size * (1 + shape.output_gate)  # and before its gate
+    elements = attended + shape.qkv_size + (2 + shape.swiglu) * width
     if shape.num_experts_in(layer):
-        elements += 2 * shape.hidden_size * shape.experts_per_token
+        elements += 2 * shape.expert_hidden_size * shape.experts_per_token
+        elements += 2 * shape.moe_latent_size
     return elements
 
 
@@ -264,7 +281,10 @@ def _delayed_elements(shape: ModelShape, setup: Setup, layer: int) -> float:
     copies = setup.expert_ranks[0] / t  # of a token, on one rank of those that share it
     if shared := shape.shared_expert_ffn_hidden_size:
         elements += pair(gated * shared)
-    return elements + shape.experts_per_token * (2 * h * copies + gated * shape.expert_ffn_size / t)
+    if latent := shape.moe_latent_size:
+        elements += 2 * (h + latent) / first
+    outer = 2 * shape.expert_hidden_size * copies
+    return elements + shape.experts_per_token * (outer + gated * shape.expert_ffn_size / t)
 
 
 def message_bytes(shape: ModelShape, setup: Setup) -> float:
@@ -294,4 +314,4 @@ def expert_bytes(shape: ModelShape, setup: Setup, layer: int) -> float:
     """Return what one GPU sends to experts, and back as results, in a layer's forward."""
     e, each = setup.expert_parallel, setup.element_bytes / setup.tensor_parallel
     copies = shape.experts_per_token if shape.num_experts_in(layer) else 0
-    return 2 * setup.tokens(shape) * copies * shape.hidden_size * each * (e - 1) / e
+    return 2 * setup.tokens(shape) * copies * shape.expert_hidden_size * each * (e - 1) / e

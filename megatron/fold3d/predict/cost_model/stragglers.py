@@ -26,8 +26,6 @@ def slowdowns(
     Args:
         cluster: the cluster; its `straggler_sigma` says how much GPUs differ.
         setup: how the model is split, apart from its pipeline.
-        num_ranks: pipeline ranks.
-        stage_flops: the FLOPs of each stage.
     """
     sigma = cluster.straggler_sigma
     if not sigma:

@@ -18,9 +18,6 @@ def training_flops(
     """Return the FLOPs of a sequence's forward and backward.
 
     Args:
-        shape: the model.
-        recompute: what a backward computes again.
-        split: its stages.
         counts: how many layers each stage recomputes, if not what ``recompute`` says.
     """
     model = float(3 * sum(shape.stage_flops(1)))

@@ -1,17 +1,22 @@
-"""Bounds on a candidate's time and memory that need no simulation."""
+"""Bounds on a candidate's time and memory that need no simulation.
 
-from collections.abc import Sequence
+`rank_times` are those of layouts, with which `policy.partition` skips some. What no order of a plan
+beats is in `simulator.lower_bound`.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.memory import Moment, fullest
-from megatron.fold3d.plan.passes.pairs import num_pairs
+from megatron.fold3d.policy.partition import Layers, RankTimes
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change
 from megatron.fold3d.predict.search.candidate_timeline import launches_in_backward
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.judge import plain_order
+from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.pair_times import in_pairs, without_exchanges
 
 
@@ -29,13 +34,18 @@ class Bounded:
     """A lower bound on the bytes that one GPU's activations take on the host."""
 
 
-def bounded(candidate: Candidate, estimate: Estimate) -> Bounded:
-    """Return a candidate with its bounds."""
+def bounded(candidate: Candidate, estimate: Estimate, limit_bytes: float) -> Bounded:
+    """Return a candidate with its bounds; its memory is exact if only that shows that it fits."""
+    most = max(_of_rank(candidate, estimate, rank) for rank in range(candidate.num_ranks))
+    if most > limit_bytes and has_exact_bytes(candidate):
+        most = exact_bytes(candidate, estimate, above=limit_bytes)
+    if candidate.recompute_layers:  # stages differ; numbers were chosen to fit
+        most = min(most, limit_bytes)
     return Bounded(
         candidate,
         estimate,
         least_iteration_s(candidate, estimate),
-        max(_of_rank(candidate, estimate, rank) for rank in range(candidate.num_ranks)),
+        most,
         _most_copied(candidate, estimate.footprint.saved_bytes) if candidate.offload else 0.0,
     )
 
@@ -166,21 +176,23 @@ def _resident_bytes(candidate: Candidate, estimate: Estimate, rank: int) -> floa
     return estimate.footprint.static_bytes[rank] + change
 
 
+def has_exact_bytes(candidate: Candidate) -> bool:
+    """Return True if the most that a GPU holds follows from the order, and is not bounded by it."""
+    return candidate.num_segments > 1 and not candidate.offload
+
+
 def exact_bytes(candidate: Candidate, estimate: Estimate, above: float = 0.0) -> float:
     """Return the fullest rank's memory, from what each segment holds at each moment.
 
     Args:
         candidate: one whose memory depends on its order alone: without offload.
-        estimate: its costs.
         above: ranks whose upper bound is no more count with that.
     """
     footprint, ranks = estimate.footprint, candidate.num_ranks
     choice, microbatches = candidate.choice, candidate.num_microbatches
-    plain = Choice.plain(
-        choice.schedule, candidate.num_segments, group=choice.group, ahead=choice.ahead
-    )
     each = 2 if choice.pairs else 1  # of pairs, the order is that in which each is one micro-batch
-    passes = num_pairs(microbatches) if choice.pairs else microbatches
+    passes, group = -(-microbatches // each), choice.group and choice.group // each
+    plain = Choice.plain(choice.schedule, candidate.num_segments, group=group, ahead=choice.ahead)
     bounds = sorted(((_of_rank(candidate, estimate, r), r) for r in range(ranks)), reverse=True)
     most = 0.0
     for bound, rank in bounds:
@@ -202,5 +214,54 @@ def exact_bytes(candidate: Candidate, estimate: Estimate, above: float = 0.0) ->
 def _fullest(
     choice: Choice, ranks: int, microbatches: int, rank: int, combined: bool
 ) -> tuple[Moment, ...]:
-    order = plain_order(choice, ranks, microbatches, combined=combined)
+    job = Job(choice=choice, num_ranks=ranks, num_microbatches=microbatches, combined=combined)
+    order = job.computed
     return fullest(order.programs[rank], ranks, len(choice.segments))
+
+
+def rank_times(
+    costs_of: Callable[[Layers], Costs],
+    start: Layers,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    may_keep_layers: bool = False,
+) -> RankTimes | None:
+    """Return lower bounds of each rank's computation, if all layers are alike.
+
+    Args:
+        num_microbatches: per iteration.
+        may_keep_layers: whether a layout decides how many layers are recomputed. Then that is left
+            out.
+
+    Returns:
+        None if there is no layer to move.
+    """
+    source = max(range(len(start)), key=lambda stage: start[stage])
+    target = (source + 1) % len(start)
+    if len(start) == 1 or start[source] == 1:
+        return None
+    moved = list(start)
+    moved[source] -= 1
+    moved[target] += 1
+    work_s, moved_s = (
+        _of_microbatch_s(costs_of(layers), may_keep_layers) for layers in (start, tuple(moved))
+    )
+    layer_s = work_s[source] - moved_s[source]
+    return RankTimes(
+        layer_s=layer_s,
+        rank_s=tuple(
+            sum(work_s[rank::num_ranks]) - layer_s * sum(start[rank::num_ranks])
+            for rank in range(num_ranks)
+        ),
+        num_microbatches=num_microbatches,
+    )
+
+
+def _of_microbatch_s(costs: Costs, may_keep_layers: bool) -> list[float]:
+    """Return the seconds of one micro-batch in each stage."""
+    again_s = costs.recompute_s if may_keep_layers else ()
+    rows = zip(
+        costs.forward_s, costs.backward_s, again_s or (0.0,) * len(costs.forward_s), strict=True
+    )
+    return [forward_s + backward_s - recompute_s for forward_s, backward_s, recompute_s in rows]

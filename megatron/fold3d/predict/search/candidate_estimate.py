@@ -22,8 +22,6 @@ def estimate_of(
     """Return the estimate of a candidate.
 
     Args:
-        shape: the model.
-        cluster: the GPUs and their links.
         candidate: sizes, layers, recomputation and replicated segments.
         of_sizes: `estimate`, or the same from a cache.
     """

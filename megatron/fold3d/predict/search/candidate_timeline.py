@@ -11,76 +11,27 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.compile import Features, GradSync, lower
 from megatron.fold3d.plan.device_queues import CONNECTIONS, MOST_OUTSTANDING
 from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.plan.passes.offload import OffloadChoice
+from megatron.fold3d.plan.memory import HeldSizes
 from megatron.fold3d.plan.passes.pairs import pair_microbatches
-from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.judge import Judge, Simulated, plain_order
+from megatron.fold3d.predict.search.judge import Judge, Simulated
 from megatron.fold3d.predict.simulator.link import Device, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 PAUSE_SHARE = 0.5  # what PP.sync may take from DP.sync before they share fairly
 
 
-def plan_of(
-    candidate: Candidate,
-    order: Plan | None = None,
-    shares: tuple[float, ...] = (),
-    *,
-    transfers: bool = False,
-    receives_late: bool = False,
-) -> Plan:
-    """Return the plan, with DP.sync where the candidate has it.
-
-    Args:
-        candidate: the candidate to plan.
-        order: an order of computation that replaces its schedule's.
-        shares: as in `lower`.
-        transfers: as in `Features`; without them there are no pairs.
-        receives_late: as in `Features`.
-    """
-    choice = candidate.choice
-    return lower(
-        order or _order_of(candidate),
-        replace(choice, pairs=choice.pairs and transfers),
-        features_of(candidate, transfers=transfers, receives_late=receives_late),
-        shares=shares,
-        offload=OffloadChoice() if candidate.offload else None,
-    )
-
-
-def features_of(
-    candidate: Candidate, *, transfers: bool = False, receives_late: bool = False
-) -> Features:
-    """Return what a candidate has beside its choice."""
-    choice = candidate.choice
-    grad_sync: GradSync = "aligned" if candidate.is_stock else "overlap"
-    if candidate.sums_last or candidate.schedule == "1f1b":
-        grad_sync = "serial"  # the hooks of 1F1B start in the last backward, if at all
-    return Features(
-        gathers_params=candidate.setup.distributed_optimizer,
-        shards_params=candidate.shards != "off",
-        shards_grads=candidate.shards == "gradients",
-        transfers=transfers,
-        receives_late=receives_late,
-        grad_sync="overlap" if choice.carries else grad_sync,
-        reduces_early=candidate.reduces_early or bool(choice.where(wgrad="behind")),
-    )
-
-
 def judge_of(
     candidate: Candidate,
     estimate: Estimate,
     *,
-    order: Plan | None = None,
     memory_bytes: float | None = None,
     fits: Callable[[Simulated], bool] = lambda found: True,
     waits_for_sends: bool = True,
@@ -89,16 +40,15 @@ def judge_of(
     """Return what predicts a candidate's iterations.
 
     Args:
-        candidate: the candidate to simulate.
-        estimate: its costs.
-        order: as in `Judge`.
         memory_bytes: a GPU's memory, which delayed weight gradients may fill; None is what the
             fullest rank holds without them.
         fits: as in `Judge`.
         waits_for_sends: whether stock Megatron waits for its transfers.
         connections: runs the same plan on GPUs with another number of hardware queues.
     """
-    choice, late = candidate.choice, estimate.cuda_connections == 1
+    late = estimate.cuda_connections == 1
+    sliced, choice = is_sliced(candidate, estimate), candidate.choice
+    job = replace(candidate.job, receives_late=late)
 
     def held(plan: Plan) -> HeldSizes:
         """Return what micro-batches hold, and what is left for them on each rank's GPU."""
@@ -113,36 +63,26 @@ def judge_of(
         return HeldSizes(saved=known.saved_bytes, delayed=known.delayed_bytes, most=tuple(left))
 
     return Judge(
-        choice=choice,
-        num_ranks=candidate.num_ranks,
-        num_microbatches=candidate.num_microbatches,
-        costs=estimate.costs,
-        features=features_of(candidate, transfers=late or bool(choice.pairs), receives_late=late),
+        job=job,
+        costs=estimate.costs if job.gathers_params else estimate.costs.gathered_in_steps(),
+        transfers=late or bool(choice.pairs),
         may_receive_early=candidate.is_stock,  # has its own receives, no worse than ours
         link=estimate.link(
             preemptive=candidate.preemptive,
             pause_share=PAUSE_SHARE,
             sends_waited_for=_sends_waited_for(candidate) if waits_for_sends else frozenset(),
-            device=_device(candidate, estimate, connections),
+            device=_device(candidate, estimate, connections, sliced),
             overlap_tensor_parallel=bool(choice.pairs),
             combined=candidate.combined,
         ),
-        offload=OffloadChoice() if candidate.offload else None,
-        cuts_slices=is_sliced(candidate, estimate),
+        cuts_slices=sliced,
         held=held,
         fits=fits,
-        order=order,
     )
 
 
 def timeline_of(candidate: Candidate, estimate: Estimate, **options: Any) -> Timeline:
-    """Return the simulated iterations of a candidate; the last one is steady.
-
-    Args:
-        candidate: the candidate to simulate.
-        estimate: its costs.
-        options: of `judge_of`.
-    """
+    """Return the simulated iterations of a candidate; the last one is steady."""
     return judge_of(candidate, estimate, **options).simulated().timeline
 
 
@@ -167,13 +107,21 @@ def without_grad_sync(candidate: Candidate) -> Candidate:
     setup = replace(
         candidate.setup,
         distributed_optimizer=False,
+        optimizer_instances=1,
         small_gradients=False,
         accumulates_in_fp32=False,
         scatters_in_fp32=False,
+        gathered_bits=0.0,
     )
     choice = candidate.choice.in_iteration().changed(optimizer="sharded")
     return replace(
-        candidate, choice=choice, setup=setup, shards="off", offload=False, preemptive=False
+        candidate,
+        choice=choice,
+        setup=setup,
+        shards="off",
+        offload=False,
+        preemptive=False,
+        aligned=True,
     )
 
 
@@ -205,14 +153,16 @@ def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:
 
 def is_sliced(candidate: Candidate, estimate: Estimate) -> bool:
     """Whether training starts DP.sync in the plan's slices: where ``slices=`` says so."""
-    if candidate.choice.slices is not None:
-        return candidate.choice.slices
+    if candidate.flags is not None or candidate.choice.slices is not None:
+        return bool(candidate.choice.slices)
     if candidate.preemptive or estimate.launches:
         return False
     return estimate.cuda_connections == 1 and candidate.choice.carries
 
 
-def _device(candidate: Candidate, estimate: Estimate, connections: int | None) -> Device | None:
+def _device(
+    candidate: Candidate, estimate: Estimate, connections: int | None, sliced: bool
+) -> Device | None:
     """Return the GPUs that run a candidate, if their streams share queues.
 
     Stock launches one collective per model chunk, where its schedule starts DP.sync.
@@ -220,7 +170,7 @@ def _device(candidate: Candidate, estimate: Estimate, connections: int | None) -
     if estimate.cuda_connections is None:
         return None
     queues = connections or estimate.cuda_connections
-    if candidate.is_stock or is_sliced(candidate, estimate):
+    if candidate.is_stock or sliced:
         return Device(connections=queues)
     return Device(
         connections=queues,
@@ -241,12 +191,7 @@ def computed(candidate: Candidate) -> Plan:
     """Return the candidate's order of computation, with early recomputations."""
     choice = candidate.choice
     early = choice.stages(candidate.num_ranks, recompute="early")
-    return recompute_early(_order_of(candidate), early, in_pairs=bool(choice.pairs))
-
-
-def _order_of(candidate: Candidate) -> Plan:
-    c = candidate
-    return plain_order(c.choice, c.num_ranks, c.num_microbatches, combined=c.combined)
+    return recompute_early(candidate.job.computed, early, in_pairs=bool(choice.pairs))
 
 
 def _sends_waited_for(candidate: Candidate) -> frozenset[Op]:

@@ -1,19 +1,21 @@
 """The planner's candidates: every split of a model that can run on a cluster."""
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import GradSync, Job, Shards
+from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.pairs import num_pairs
 from megatron.fold3d.plan.schedule_word import STOCK
 from megatron.fold3d.plan.schedules import groups_of
 from megatron.fold3d.policy.partition import layers_of_stages
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
-from megatron.fold3d.predict.cost_model.sharded_footprint import Shards
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
 
 Assumption = Literal[
@@ -28,26 +30,27 @@ MICROBATCH_SIZES = (1, 2, 4, 8)
 MOST_SEGMENTS = 8
 _CONTEXT_SIZES, _LEAST_PART = (2, 4, 8, 16), 8192  # tokens of a sequence that a rank has
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+FREE: Mapping[str, Any] = MappingProxyType({})  # nothing is given to the search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One configuration of a training run: its sizes, and its choice.
 
+    A `Job` follows from it: what decides a plan beside the choice depends on how the model is
+    trained, which a search changes too.
+
     Attributes:
         choice: how its iterations run; of stock Megatron, its order alone.
-        setup: how the model is trained.
-        num_ranks: pipeline ranks.
         num_microbatches: per iteration and replica.
         layers: of each stage; if empty, all have equally many.
         recompute_layers: how many layers each stage recomputes; if empty, what `setup` says.
         offload: whether saved activations go to host memory.
         preemptive: whether PP.sync goes before DP.sync on a link.
-        sums_last: whether all DP.sync starts behind all backwards, without
-            ``--overlap-grad-reduce``.
-        reduces_early: whether DP.sync may start between weight gradients that are apart.
         shards: what replicas keep in shards between uses, with the distributed optimizer.
         combined: whether stock runs forwards as one with backwards, to hide experts' all-to-alls.
+        aligned: whether all ranks of stock start the DP.sync of a chunk together, its default.
+        flags: what a run's flags say of its job; None is what `search` prints for a candidate.
     """
 
     choice: Choice
@@ -58,15 +61,22 @@ class Candidate:
     recompute_layers: tuple[int, ...] = ()
     offload: bool = False
     preemptive: bool = False
-    sums_last: bool = False
-    reduces_early: bool = False
     shards: Shards = "off"
     combined: bool = False
+    aligned: bool = True
+    flags: Job | None = field(default=None, compare=False)
 
     @property
     def is_stock(self) -> bool:
         """Whether Megatron runs it without us."""
         return self.choice.order == STOCK
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Sizes that runs of one layout share: of all parallelism, and of a micro-batch."""
+        s = self.setup
+        model = s.tensor_parallel, self.num_ranks, s.context_parallel, s.expert_parallel
+        return (*model, s.data_parallel, s.microbatch_size)
 
     @property
     def schedule(self) -> str:
@@ -83,7 +93,33 @@ class Candidate:
         """Micro-batches that pass a segment before the next one's turn."""
         if self.schedule != "interleaved":
             return self.num_microbatches
-        return min(self.num_microbatches, self.choice.group or self.num_ranks)
+        each = 2 if self.choice.pairs else 1
+        return min(self.num_microbatches, self.choice.group or each * self.num_ranks)
+
+    @property
+    def job(self) -> Job:
+        """What its iterations run.
+
+        Of stock's 1F1B the hooks start DP.sync in the last backward, if at all.
+        """
+        if self.flags is not None:
+            return replace(self.flags, choice=self.choice, num_microbatches=self.num_microbatches)
+        choice, sharded = self.choice, self.setup.distributed_optimizer
+        of_stock: GradSync = "aligned" if self.aligned else "overlap"
+        of_stock = "serial" if self.schedule == "1f1b" else of_stock
+        return Job(
+            choice=choice,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            steps_shards=sharded,
+            gathers_params=sharded,
+            shards=self.shards,
+            grad_sync=of_stock if self.is_stock else "overlap",
+            reduces_early=bool(choice.where(wgrad="behind")),
+            parameter_share=self.setup.element_bytes / self.setup.gradient_bytes,
+            offload=OffloadChoice() if self.offload else None,
+            combined=self.combined,
+        )
 
     def changed(self, segments: Iterable[int] | None = None, **state: str) -> Self:
         """Return it with other values of some segments, as in `Choice.changed`."""
@@ -102,6 +138,9 @@ class Candidate:
             one_group = group == self.num_microbatches
             name = "stock breadth-first" if one_group else f"stock {self.schedule}{in_groups}"
             name += " --overlap-moe-expert-parallel-comm" if self.combined else ""
+            name += "" if self.aligned else " --no-align-grad-reduce"
+            if (instances := self.setup.optimizer_instances) > 1:
+                name += f" --num-distributed-optimizer-instances {instances}"
         shards = f" --shard-segments {self.shards}" if self.shards != "off" else ""
         copies = " --offload-activations on" if self.offload else ""
         preempts = " --preemptive-comm" if self.preemptive else ""
@@ -111,8 +150,11 @@ class Candidate:
     def most_activations(self, rank: int) -> int:
         """Return how many (segment, micro-batch) activations a rank's device holds at most."""
         if self.choice.pairs:
-            pairs = num_pairs(self.num_microbatches)
-            unpaired = replace(self.with_options(pairs=None), num_microbatches=pairs)
+            group = self.choice.group and num_pairs(self.choice.group)
+            unpaired = replace(
+                self.with_options(pairs=None, group=group),
+                num_microbatches=num_pairs(self.num_microbatches),
+            )
             whole = self.num_segments * self.num_microbatches
             return min(whole, 2 * unpaired.most_activations(rank))
         ranks, segments, microbatches = self.num_ranks, self.num_segments, self.num_microbatches
@@ -129,58 +171,44 @@ class Candidate:
         return min(most + self.combined, segments * microbatches)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """The choices that the user has made; None leaves one to the planner."""
-
-    tensor_parallel: int | None = None
-    data_parallel: int | None = None
-    num_ranks: int | None = None
-    num_segments: int | None = None
-    microbatch_size: int | None = None
-    recompute: Recompute | None = None
-    context_parallel: int | None = 1
-    expert_parallel: int | None = 1
-    rest: Setup = field(default_factory=Setup)
-    """What the planner never chooses: precision, and the ranks that share an expert."""
-
-
-FREE = Given()
-
-
 def candidates(
     shape: ModelShape,
     cluster: Cluster,
     global_batch_size: int,
-    given: Given = FREE,
+    given: Mapping[str, Any] = FREE,
     assumed: Set[Assumption] = frozenset(),
 ) -> Iterator[Candidate]:
     """Yield the candidates that divide the GPUs, the heads and the batch, without checking memory.
 
     Micro-batch groups are only the smallest and the largest, and layers are uneven only if they
     cannot be even: `neighbours` yields the values in between.
+
+    Args:
+        given: ``num_ranks``, ``num_segments`` and fields of `Setup` that are not chosen. Precision,
+            and the ranks that share an expert, never are: they are `Setup`'s if not given.
     """
-    microbatch_sizes = _choices(MICROBATCH_SIZES, given.microbatch_size)
-    recomputes = _choices(RECOMPUTES, given.recompute)
+    microbatch_sizes = _choices(MICROBATCH_SIZES, given.get("microbatch_size"))
+    recomputes = _choices(RECOMPUTES, given.get("recompute"))
     # Ranks that share a layer's experts; more than a node has are across nodes.
     expert_sizes = _divisors(shape.num_experts) or [1]
-    if given.expert_parallel is not None:
-        expert_sizes = [given.expert_parallel]
+    if "expert_parallel" in given:
+        expert_sizes = [given["expert_parallel"]]
+    rest = {name: given[name] for name in given if name not in ("num_ranks", "num_segments")}
     for (t, p, c, dp), e, size, recompute in product(
         _splits(shape, cluster, given), expert_sizes, microbatch_sizes, recomputes
     ):
         if global_batch_size % (dp * size):
             continue
-        setup = replace(
-            given.rest,
-            tensor_parallel=t,
-            data_parallel=dp,
-            microbatch_size=size,
-            sequence_parallel=t > 1,
-            recompute=recompute,
-            context_parallel=c,
-            expert_parallel=e,
-        )
+        chosen: dict[str, Any] = {
+            "tensor_parallel": t,
+            "data_parallel": dp,
+            "microbatch_size": size,
+            "sequence_parallel": t > 1,
+            "recompute": recompute,
+            "context_parallel": c,
+            "expert_parallel": e,
+        }
+        setup = Setup(**(rest | chosen))
         if setup.num_replicas * t % prod(setup.expert_ranks):
             continue
         stock = Candidate(
@@ -190,28 +218,29 @@ def candidates(
             num_microbatches=global_batch_size // (dp * size),
         )
         most = min(MOST_SEGMENTS, shape.num_layers // p) if p > 1 else 1
-        for segments in _choices(range(1, most + 1), given.num_segments):
+        for segments in _choices(range(1, most + 1), given.get("num_segments")):
             yield from _of_segments(shape, stock, segments, assumed)
 
 
 def _splits(
-    shape: ModelShape, cluster: Cluster, given: Given
+    shape: ModelShape, cluster: Cluster, given: Mapping[str, Any]
 ) -> Iterator[tuple[int, int, int, int]]:
     """The (tp, pp, cp, dp) sizes that divide the GPUs, the heads and the layers.
 
     A sequence is shared where each rank keeps a long part of it.
     """
     gpus = cluster.num_gpus
-    tensor_sizes = _choices(_divisors(cluster.gpus_per_node), given.tensor_parallel)
+    tensor_sizes = _choices(_divisors(cluster.gpus_per_node), given.get("tensor_parallel"))
+    rank_counts = _choices(_divisors(gpus), given.get("num_ranks"))
     context_sizes = [1, *(c for c in _CONTEXT_SIZES if shape.seq_length >= c * _LEAST_PART)]
-    if given.context_parallel is not None:
-        context_sizes = [given.context_parallel]
-    for t, p, c in product(tensor_sizes, _choices(_divisors(gpus), given.num_ranks), context_sizes):
+    if "context_parallel" in given:
+        context_sizes = [given["context_parallel"]]
+    for t, p, c in product(tensor_sizes, rank_counts, context_sizes):
         model = t * p * c
         if gpus % model or shape.num_groups % t or shape.num_layers < p:
             continue
         dp = gpus // model
-        if given.data_parallel in (None, dp):
+        if given.get("data_parallel") in (None, dp):
             yield t, p, c, dp
 
 
@@ -251,20 +280,20 @@ def _of_segments(
     sharded = replace(setup, distributed_optimizer=True)
     # There has to be DP.sync to interrupt, and streams that overtake each other: with tensor or
     # context parallelism a search assumes Megatron's one hardware queue.
-    may_preempt = "preemptive-comm" in assumed and setup.num_replicas > 1
+    may_preempt = "preemptive-comm" in assumed and setup.most_replicas > 1
     may_preempt &= setup.tensor_parallel == setup.context_parallel == 1
     for order in orders:
         preempts = may_preempt and not order.is_stock
         for each in (order, replace(order, preemptive=True))[: 1 + preempts]:
             yield each
-            if setup.num_replicas > 1:
+            if setup.most_replicas > 1:
                 if not each.is_stock:
                     yield each.changed(step="next")
                 yield replace(each, setup=sharded)
 
 
-def _choices[T](all_: tuple[T, ...] | range | list[int], given: T | None) -> list[T]:
-    return [choice for choice in all_ if given in (None, choice)]  # type: ignore[misc]
+def _choices[T](all_: Iterable[T], given: T | None) -> list[T]:
+    return [choice for choice in all_ if given in (None, choice)]
 
 
 def _divisors(number: int) -> list[int]:

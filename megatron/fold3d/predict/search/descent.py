@@ -107,13 +107,9 @@ class Descent:
     """Searches a space for the choices that are predicted to be the fastest.
 
     Args:
-        judge: returns what predicts a choice.
-        space: what may be chosen.
         most_actions: how many are simulated; the first choice is simulated in any case.
 
     Attributes:
-        judge: returns what predicts a choice.
-        space: what may be chosen.
         first: the prediction of the choice where the search begins.
         found: what was simulated; None could not run, did not fit, or would have been too much.
 
@@ -123,7 +119,8 @@ class Descent:
 
     def __init__(self, judge: JudgeOf, space: Space, most_actions: int = MOST_ACTIONS) -> None:
         self.found: dict[Choice, Predicted | None] = {}
-        self.space, self.first = space, judge(space.first).predicted()
+        first = judge(space.first)
+        self.space, self.first = _with_costs(space, first), first.predicted()
         self.judge, self._left = judge, most_actions
 
     @property
@@ -148,7 +145,7 @@ class Descent:
             (one for one in self.found.values() if one and self.price(one.choice) < most),
             key=lambda one: self.price(one.choice),
         )
-        sharded = self.judge(self.space.first).features.gathers_params
+        sharded = self.first.job.gathers_params
         shards_behind = [
             bool(sharded and one.choice.where(optimizer="sharded", wgrad="behind"))
             for one in gaining
@@ -237,6 +234,18 @@ class Descent:
         return min((choice, *others), key=self.price)
 
 
+def _with_costs(space: Space, judge: Judge) -> Space:
+    """Return the space without the values that nothing is known of, or that change nothing."""
+    free = {**space.free}
+    if not any(judge.costs.grad_sync_s):
+        free.pop("step", None)
+    if not any(judge.costs.weight_s):
+        free.pop("wgrad", None)
+    elif judge.job.num_ranks == 1 and "wgrad" in free:  # one rank waits for no other
+        free["wgrad"] = [value for value in free["wgrad"] if value != "gaps"]
+    return replace(space, free=free)
+
+
 def orders_worth_trying(
     judge: JudgeOf, first: Choice, *, keeps_forwards: bool = False
 ) -> list[Choice]:
@@ -247,15 +256,15 @@ def orders_worth_trying(
         first: runs in stock's order.
         keeps_forwards: whether forwards have to keep their order, as with dropout.
     """
-    if judge(first).num_ranks == 1:
+    if judge(first).job.num_ranks == 1:
         return [first]  # one rank waits for no other: the order changes nothing
     others = with_other_forwards_ahead(judge(first))
     if len(first.segments) > 1:
         others = [replace(first, order=name, group=None) for name in ("aiao", "breadth-first")]
-    found = {judge(first).plain_order: first}
-    forwards = forward_only(judge(first).plain_order)
+    found = {judge(first).job.computed: first}
+    forwards = forward_only(judge(first).job.computed)
     for other in others:
-        order = judge(other).plain_order
+        order = judge(other).job.computed
         if not keeps_forwards or forward_only(order) == forwards:
             found.setdefault(order, other)
     return [*found.values()]
@@ -263,9 +272,9 @@ def orders_worth_trying(
 
 def with_other_forwards_ahead(judge: Judge) -> list[Choice]:
     """Return a choice with other numbers of forwards ahead that may take the least time."""
-    first = judge.choice
+    first = judge.job.choice
     usual = first.ahead or FORWARDS_AHEAD[first.schedule]
-    numbers = worth_trying(judge.costs, judge.num_ranks, judge.num_microbatches)
+    numbers = worth_trying(judge.costs, judge.job.num_ranks, judge.job.num_microbatches)
     return [replace(first, ahead=number) for number in numbers if number != usual]
 
 

@@ -1,14 +1,13 @@
 """Explains why a search has found nothing, with the nearest sizes that would work."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.cluster import USABLE_MEMORY, Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
-from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.bounds import Bounded
-from megatron.fold3d.predict.search.candidates import Candidate, Given, candidates
+from megatron.fold3d.predict.search.candidates import Candidate, candidates
 
 _MOST_GPUS = 1 << 16
 _FLAGS: dict[str, tuple[str, Callable[[Candidate], int]]] = {
@@ -22,19 +21,15 @@ _FLAGS: dict[str, tuple[str, Callable[[Candidate], int]]] = {
 
 
 def nothing_divides(
-    shape: ModelShape, cluster: Cluster, global_batch_size: int, given: Given
+    shape: ModelShape, cluster: Cluster, global_batch_size: int, given: Mapping[str, Any]
 ) -> str:
     """Return which of the given sizes divides nothing, and which values would."""
-    sizes = {
-        field.name: value
-        for field in fields(given)
-        if field.name in _FLAGS and (value := getattr(given, field.name)) is not None
-    }
+    sizes = {name: value for name, value in given.items() if name in _FLAGS}
     job = f"{shape.name} on {cluster.num_gpus} GPUs with a batch of {global_batch_size}"
     for name, value in sizes.items():
         flag, of = _FLAGS[name]
-        freed: dict[str, Any] = {name: None}
-        others = candidates(shape, cluster, global_batch_size, replace(given, **freed))
+        freed = {other: given[other] for other in given if other != name}
+        others = candidates(shape, cluster, global_batch_size, freed)
         if fit := sorted(set(map(of, others))):
             return (
                 f"found {flag} {value}, which no split of {job} has; beside the other sizes given "
@@ -49,29 +44,30 @@ def nothing_fits(
     shape: ModelShape,
     cluster: Cluster,
     global_batch_size: int,
-    given: Given,
+    given: Mapping[str, Any],
     *,
     found: Iterable[Bounded],
     bounds_on: Callable[[Cluster], Callable[[Candidate], Bounded]],
-    usable: float,
 ) -> str:
     """Return how much memory is missing, and with which sizes the model does fit.
 
     Args:
-        shape: the model.
-        cluster: the cluster that was searched.
-        global_batch_size: sequences per iteration.
-        given: the choices that the user has made.
         found: candidates that divide evenly and are too large.
         bounds_on: returns, for a cluster, the function that bounds its candidates.
         usable: the part of a GPU's memory that a run may hold.
     """
-    need = min(b.device_bytes for b in found) / usable
+    need = min(b.device_bytes for b in found) / USABLE_MEMORY
     message = (
         f"{shape.name} does not fit on {cluster.name}: the smallest split needs "
         f"{need / 2**30:.0f} GiB per GPU, found {cluster.gpu_memory_bytes / 2**30:.0f}"
     )
-    least = Given(microbatch_size=1, recompute="full", rest=Setup(fp32=given.rest.fp32))
+    least = {
+        "microbatch_size": 1,
+        "recompute": "full",
+        "context_parallel": 1,
+        "expert_parallel": 1,
+        "fp32": given.get("fp32", False),
+    }
     more = cluster
     while more.num_gpus <= _MOST_GPUS:
         fit = min(
@@ -79,7 +75,7 @@ def nothing_fits(
             key=lambda b: b.device_bytes,
             default=None,
         )
-        if fit and fit.device_bytes <= usable * more.gpu_memory_bytes:
+        if fit and fit.device_bytes <= more.usable_bytes:
             sizes = {name: of(fit.candidate) for name, (_, of) in _FLAGS.items()}
             where = "" if more is cluster else f" on {more.num_gpus} GPUs"
             return f"{message}; try {_spelled(sizes)} --recompute full{where}"

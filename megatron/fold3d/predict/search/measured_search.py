@@ -7,9 +7,9 @@ from math import inf
 from typing import Any
 
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
+from megatron.fold3d.plan.memory import HeldSizes
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.predicted import Predictions
 from megatron.fold3d.predict.search.descent import (
@@ -23,40 +23,34 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 
 
-def predictions(
-    *, order: Plan, features: Features, shards: bool = False, **question: Any
-) -> Predictions:
+def predictions(*, job: Job, shards: bool = False, **question: Any) -> Predictions:
     """Return what is predicted for a run.
 
     Args:
-        order: as in `measured_search`.
-        features: likewise.
+        job: as in `measured_search`.
         shards: whether the distributed optimizer is predicted too.
         question: the other arguments of `measured_search`.
     """
-    search = partial(measured_search, order=order, **question)
-    found = search(features=features)
+    search = partial(measured_search, **question)
+    found = search(job=job)
     # What memory has no room for is not tried: a first choice that fills gaps then fills none.
     has_room = found.first.seconds < inf
-    first = found.first if has_room else replace(found.first, order=order)
+    first = found.first if has_room else replace(found.first, job=job)
     sharded = None
     if shards:
-        sharded = search(features=replace(features, gathers_params=True), free={}).first
+        sharded = search(job=replace(job, steps_shards=True, gathers_params=True), free={}).first
     return Predictions([first, *found.to_try()], sharded)
 
 
 def measured_search(
     times: MeasuredTimes,
-    first: Choice,
+    job: Job,
     *,
-    features: Features,
-    order: Plan,
     free: Mapping[str, Sequence[str]],
     frees_order: bool = False,
     frees_ahead: bool = False,
     keeps_forwards: bool = False,
     tied: bool = False,
-    parameter_share: float = 1.0,
     shard_shares: tuple[tuple[float, float], ...] = (),
     preemptive: bool = False,
 ) -> Descent:
@@ -64,15 +58,13 @@ def measured_search(
 
     Args:
         times: of all stages, as they were measured.
-        first: the choice that runs, or that the flags say; what is free begins with its values.
-        features: what the run has beside its choice.
-        order: the order of ``first``, without weight gradients in gaps.
+        job: what runs, or what the flags say; what is free begins with its values. Its order, if
+            it has one, has no weight gradients in gaps.
         free: as in `Space`.
         frees_order: whether other orders may be chosen.
         frees_ahead: whether another number of forwards ahead may be chosen.
         keeps_forwards: whether forwards have to keep their order.
         tied: as in `Space`.
-        parameter_share: bytes of the parameters, as a share of those of their gradients.
         shard_shares: as in `Link`.
         preemptive: as in `Link`.
     """
@@ -86,13 +78,15 @@ def measured_search(
         p2p_latency_s=times.transfer_latency_s,
         rings_are_buffered=times.rings_are_buffered,
         grad_sync_s=times.grad_sync_s,
+        param_gather_s=times.param_gather_s,
         optimizer_s=times.optimizer_s,
     )
-    held = times.held
-    if features.gathers_params:
-        halves = tuple(s / 2 for s in times.grad_sync_s)
-        gathers = times.param_gather_s or tuple(s * parameter_share for s in halves)
-        costs = replace(costs, grad_sync_s=halves, param_gather_s=gathers)
+    held, first = times.held, job.choice
+    order = None if frees_order or frees_ahead else job.order
+    if job.steps_shards:
+        costs = costs.in_shards(job.parameter_share)
+    if not job.gathers_params:
+        costs = costs.gathered_in_steps()
 
     def may_hold(plan: Plan) -> HeldSizes:
         if held is None or first.held is not None:
@@ -100,7 +94,7 @@ def measured_search(
         return held
 
     def judge(choice: Choice) -> Judge:
-        whole = choice.stages(order.num_ranks, optimizer="replicated")
+        whole = choice.stages(job.num_ranks, optimizer="replicated")
 
         def has_room(plan: Plan) -> bool:
             replicated = choice.where(optimizer="replicated")
@@ -111,15 +105,11 @@ def measured_search(
             return all(peak + more <= most for peak, most in peaks)
 
         return Judge(
-            choice=choice,
-            num_ranks=order.num_ranks,
-            num_microbatches=order.num_microbatches,
-            costs=costs.with_replicated(whole) if features.gathers_params and whole else costs,
-            features=replace(features, transfers=False),
+            job=replace(job, choice=choice, shares=(), order=order),
+            costs=costs.with_replicated(whole) if job.gathers_params and whole else costs,
             link=Link(preemptive=preemptive, shard_shares=shard_shares),
             has_room=has_room,
             held=may_hold,
-            order=None if frees_order or frees_ahead else order,
         )
 
     orders = [first]
@@ -127,6 +117,4 @@ def measured_search(
         orders = orders_worth_trying(judge, first, keeps_forwards=keeps_forwards)
     elif frees_ahead:
         orders += with_other_forwards_ahead(judge(first))
-    if order.num_ranks == 1 and "wgrad" in free:
-        free = {**free, "wgrad": [value for value in free["wgrad"] if value != "gaps"]}
     return Descent(judge, Space(orders=orders, free=free, tied=tied))

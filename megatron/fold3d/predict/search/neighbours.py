@@ -16,6 +16,7 @@ def neighbours(
     """Yield candidates that differ from a good one in one choice."""
     yield from _with_other_groups(candidate)
     yield from _with_a_lighter_end(candidate, num_layers)
+    yield from with_other_sums(candidate)
     choice = candidate.choice
     shares_are_open = choice.carries and choice.share is None
     if shares_are_open and not candidate.setup.distributed_optimizer and len(choice.segments) > 1:
@@ -55,6 +56,24 @@ def _with_other_groups(candidate: Candidate) -> Iterator[Candidate]:
                 yield candidate.with_options(group=size)
 
 
+def with_other_sums(candidate: Candidate) -> Iterator[Candidate]:
+    """Stock with DP.sync that starts on each rank alone, or in several optimizer instances.
+
+    Instances reduce to shards among neighbours, and sum these over all instances; parameters are
+    gathered among neighbours again. In a pipeline, stock's first batch is right only unaligned.
+    """
+    setup = candidate.setup
+    if not candidate.is_stock or setup.most_replicas == 1:
+        return
+    if candidate.num_segments > 1 and candidate.aligned:
+        yield replace(candidate, aligned=False)
+    if setup.distributed_optimizer and setup.expert_parallel == setup.context_parallel == 1:
+        for instances in range(2, setup.data_parallel):
+            if setup.data_parallel % instances == 0 and instances != setup.optimizer_instances:
+                in_several = replace(setup, optimizer_instances=instances)
+                yield replace(candidate, setup=in_several, aligned=candidate.num_ranks == 1)
+
+
 def _with_a_lighter_end(candidate: Candidate, num_layers: int) -> Iterator[Candidate]:
     """Move one layer from the last stage, which has the head, to a rank in the middle."""
     ranks, num_stages = candidate.num_ranks, candidate.num_ranks * candidate.num_segments
@@ -86,7 +105,6 @@ def units(num_segments: int, *, tied: bool) -> tuple[Segments, ...]:
     """Return what every replica may step in full: single segments, or those that go together.
 
     Args:
-        num_segments: segments per rank.
         tied: whether the first and the last segment share parameters, and so go together.
     """
     ends = {0, num_segments - 1} if tied else set()
@@ -107,7 +125,7 @@ def with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Ca
         tied: whether the model's ends share word embeddings, so that both are replicated or none.
     """
     setup, ranks = candidate.setup, candidate.num_ranks
-    sharded = setup.distributed_optimizer and setup.data_parallel > 1 and candidate.shards == "off"
+    sharded = setup.distributed_optimizer and setup.most_replicas > 1 and candidate.shards == "off"
     alone = not (candidate.choice.carries or candidate.preemptive or candidate.offload)
     if candidate.is_stock or not (sharded and alone):
         return
@@ -124,16 +142,24 @@ def in_16_bits(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:
     than one bucket: its first and last one, if they share word embeddings.
     """
     c, setup = candidate, candidate.setup
-    if setup.fp32 or setup.small_gradients or setup.num_replicas == 1:
+    if setup.fp32 or setup.small_gradients or setup.most_replicas == 1:
         return
     rounded = replace(setup, small_gradients=True)
     local = replace(rounded, accumulates_in_fp32=True)
     cut = c.choice.where(optimizer="replicated") or c.choice.where(wgrad="behind")
     refused = cut or c.preemptive or (tied and c.num_ranks > 1)
-    if setup.distributed_optimizer and not refused:
+    if setup.distributed_optimizer and setup.optimizer_instances == 1 and not refused:
         yield replace(c, setup=replace(local, scatters_in_fp32=True))
     yield replace(c, setup=local)
     yield replace(c, setup=rounded)
+
+
+def with_coded_gathers(candidate: Candidate, bits: float) -> Iterator[Candidate]:
+    """Yield a candidate whose all-gathers send what a step has changed, if training can do so."""
+    c, setup = candidate, candidate.setup
+    sharded = setup.distributed_optimizer and setup.most_replicas > 1 and not setup.fp32
+    if sharded and bits and c.shards == "off" and not c.choice.carries:
+        yield replace(c, setup=replace(setup, gathered_bits=bits))
 
 
 def _with_placed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
@@ -152,7 +178,7 @@ def _with_delayed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
     has to reach into the next one.
     """
     setup, segments = candidate.setup, candidate.num_segments
-    if candidate.schedule != "aiao" or candidate.offload or setup.num_replicas == 1:
+    if candidate.schedule != "aiao" or candidate.offload or setup.most_replicas == 1:
         return
     setups = [setup]
     if not candidate.choice.carries:

@@ -42,10 +42,16 @@ class Search:
     best_stock: JudgedCandidate | None
     considered: int
     too_large: int
+    same_layout: JudgedCandidate | None = None
+    """The best of stock in the layout of the best of ours, if any fits."""
+
     tried: tuple[JudgedCandidate, ...] = ()
     """All that were simulated."""
     in_16_bits: tuple[JudgedCandidate, ...] = ()
     """The best of ours and of stock whose gradients travel in 16 bits, if the others' do not."""
+
+    coded: tuple[JudgedCandidate, ...] = ()
+    """The best of ours and of stock whose all-gathers are coded, if that is faster."""
 
     many_queues_s: tuple[float, float] | None = None
     """What the choice takes with 32 hardware queues, if it was simulated with one: at least, and if

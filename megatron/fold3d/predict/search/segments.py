@@ -1,16 +1,15 @@
 """Simulate the iterations among which `policy.num_segments` and `policy.partition` choose."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from math import inf
 
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.policy.num_segments import Segments, by_iteration_time
 from megatron.fold3d.policy.partition import Layers, Partition, best_partition, layers_of_stages
+from megatron.fold3d.predict.search.bounds import rank_times
 from megatron.fold3d.predict.search.judge import Judge
-from megatron.fold3d.predict.search.rank_work import rank_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import TOLERANCE
@@ -21,48 +20,27 @@ _MOST_SIMULATED, _FEWEST_SIMULATED = 40, 4
 _MOST_FORWARDS = 20_000  # of all that are simulated
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedRun:
-    """The iterations that are compared.
+def iterations(job: Job, num_segments: int, costs: Costs) -> Timeline:
+    """Return iterations of a job until they are steady.
 
-    Attributes:
-        num_ranks: pipeline ranks.
-        num_microbatches: per iteration.
-        schedule: the schedule.
-        deferred: whether DP.sync may reach into the next iteration.
+    Args:
+        job: what runs; all segments do what its first one does.
     """
-
-    num_ranks: int
-    num_microbatches: int
-    schedule: str = "aiao"
-    deferred: bool = True
-
-    def timeline(self, num_segments: int, costs: Costs) -> Timeline:
-        """Return iterations until they are steady."""
-        choice = Choice.plain(self.schedule, num_segments, share=1.0)
-        judge = Judge(
-            choice=choice.changed(step="next" if self.deferred else "end"),
-            num_ranks=self.num_ranks,
-            num_microbatches=self.num_microbatches,
-            costs=costs,
-            features=Features(transfers=False),
-            link=Link(grad_sync_order="edf" if self.deferred else "fifo", preemptive=False),
-        )
-        return judge.simulated().timeline
+    choice = replace(job.choice, segments=job.choice.segments[:1] * num_segments)
+    link = Link(grad_sync_order="edf" if choice.carries else "fifo", preemptive=False)
+    return Judge(job=replace(job, choice=choice), costs=costs, link=link).simulated().timeline
 
 
-def by_simulation(
-    options: Iterable[int], costs: Callable[[int], Costs], pipeline: SimulatedRun
-) -> Segments:
+def by_simulation(options: Iterable[int], costs: Callable[[int], Costs], job: Job) -> Segments:
     """Return the number of segments with the shortest steady iteration.
 
     Args:
         options: numbers of segments that divide the layers; of equals, the lowest is taken.
         costs: returns the costs of the stages, for each number of segments.
-        pipeline: the pipeline to simulate.
+        job: what runs, as in `iterations`.
     """
     return by_iteration_time(
-        {n: pipeline.timeline(n, costs(n)).period_s for n in sorted(options)}, TOLERANCE
+        {n: iterations(job, n, costs(n)).period_s for n in sorted(options)}, TOLERANCE
     )
 
 
@@ -70,7 +48,7 @@ def with_layers(
     options: Iterable[int],
     num_layers: int,
     costs: Callable[[Layers], Costs],
-    pipeline: SimulatedRun,
+    job: Job,
     fits: Callable[[Timeline, Layers, Layers], bool] = lambda *_: True,
 ) -> Segments:
     """Return the number of segments and the layers of stages with the shortest steady iteration.
@@ -78,16 +56,15 @@ def with_layers(
     Layers are uneven only where that gains 1%, or where no number of segments divides them.
 
     Args:
-        options: numbers of segments.
         num_layers: layers of the model, at least as many as there are stages.
         costs: returns the costs of the stages, from their layers.
-        pipeline: the pipeline to simulate.
+        job: what runs, as in `iterations`.
         fits: whether memory has room, from iterations of the same order, the layers, and those
             that are as even as possible.
     """
-    ranks = pipeline.num_ranks
+    ranks = job.num_ranks
     most_even = {n: layers_of_stages(num_layers, ranks, n) for n in sorted(options)}
-    timelines = {n: pipeline.timeline(n, costs(layers)) for n, layers in most_even.items()}
+    timelines = {n: iterations(job, n, costs(layers)) for n, layers in most_even.items()}
     even_s = {n: timelines[n].period_s for n, each in most_even.items() if len(set(each)) == 1}
     chosen = by_iteration_time(even_s, TOLERANCE) if even_s else None
 
@@ -99,13 +76,13 @@ def with_layers(
                 return timeline.period_s
             if not fits(timeline, layers, start):  # what is held when depends on the order alone
                 return inf
-            return pipeline.timeline(num_segments, costs(layers)).period_s
+            return iterations(job, num_segments, costs(layers)).period_s
 
-        most = _MOST_FORWARDS // (len(start) * pipeline.num_microbatches)
+        most = _MOST_FORWARDS // (len(start) * job.num_microbatches)
         return best_partition(
             start,
             iteration_s=iteration_s,
-            times=rank_times(costs, start, ranks, pipeline.num_microbatches),
+            times=rank_times(costs, start, ranks, job.num_microbatches),
             most_simulated=max(_FEWEST_SIMULATED, min(most, _MOST_SIMULATED)),
         )
 

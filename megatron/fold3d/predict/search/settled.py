@@ -21,41 +21,39 @@ from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.recompute_by_stage import fewest_recomputed
 from megatron.fold3d.predict.cost_model.sharded_footprint import sharded_footprint
+from megatron.fold3d.predict.search.bounds import rank_times
 from megatron.fold3d.predict.search.candidate_timeline import computed, judge_of
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.descent import Descent, Space, worth_trying
 from megatron.fold3d.predict.search.judge import Judge, Simulated, stage_times
-from megatron.fold3d.predict.search.rank_work import rank_times
 
 _MOST_LAYOUTS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedRun:
-    """A run, and what its flags leave open.
+    """A run, and what its flags leave open: a candidate is what is left when that is settled.
 
     Attributes:
-        candidate: the run.
-        estimate: the costs and the memory of a candidate.
-        file_order: the plan of the user's file, which replaces the schedule's order.
-        shape: the model, if there is one.
+        candidate: the run; its flags say its job, and once it is settled its order too.
         usable_bytes: of a GPU's memory; None if it is not known.
         auto_layers: whether the layers of each stage are to be chosen.
         auto_recompute_layers: whether the number of layers that stages recompute is.
         auto_ahead: whether the number of forwards ahead is.
         auto_replicated: whether the segments are that every replica steps in full.
+        tied: whether the first and the last segment are then chosen alike.
         how: how layers were chosen.
     """
 
     candidate: Candidate
     estimate: Callable[[Candidate], Estimate]
-    file_order: Plan | None = None
     shape: ModelShape | None = None
     usable_bytes: float | None = None
     auto_layers: bool = False
     auto_recompute_layers: bool = False
     auto_ahead: bool = False
     auto_replicated: bool = False
+    tied: bool = False
     how: str = ""
 
     @property
@@ -63,25 +61,19 @@ class PredictedRun:
         """The costs and the memory of the candidate."""
         return self.estimate(self.candidate)
 
-    def judge(self, choice: Choice, order: Plan | None = None) -> Judge:
-        """Return what predicts the run with a choice in place of its own.
-
-        Args:
-            choice: the choice.
-            order: an order of computation that replaces the choice's, and the file's.
-        """
+    def judge(self, choice: Choice) -> Judge:
+        """Return what predicts the run with a choice in place of its own."""
         run = self if choice == self.candidate.choice else self._with(choice=choice)
         return judge_of(
             run.candidate,
             run.known,
-            order=order or self.file_order,
             memory_bytes=self.usable_bytes,
             fits=run._fits,
         )
 
-    def simulated(self, order: Plan | None = None) -> Simulated:
+    def simulated(self) -> Simulated:
         """Return the plan and its simulated iterations; the last one is steady."""
-        return self.judge(self.candidate.choice, order).simulated()
+        return self.judge(self.candidate.choice).simulated()
 
     def peaks(self, found: Simulated) -> list[float]:
         """Return the most bytes that each rank's GPU holds; nothing without a model."""
@@ -93,18 +85,18 @@ class PredictedRun:
             footprint = sharded_footprint(footprint, found.plan, known.gradient_bytes, c.setup)
         return [rank.device_peak for rank in memory(found.timeline, footprint)]
 
-    def settled(self) -> tuple[Self, Plan]:
-        """Return the run with choices for what is open in it, and its order of computation.
+    def settled(self) -> Self:
+        """Return the run with choices for what is open in it, and with its order of computation.
 
         Raises:
             ValueError: no choice can run, or fits into memory.
         """
         c = self.candidate
         check_sizes(c.num_ranks, c.num_segments, c.num_microbatches)  # costs are as many as stages
-        run, order = self._with_layers()._with_counts()._with_choice()
+        run = self._with_layers()._with_counts()._with_choice()
         if run.candidate.choice.pairs:
-            check_pairs(order)
-        return run, order
+            check_pairs(run.candidate.job.computed)
+        return run
 
     def _with(self, **changed: Any) -> Self:
         return replace(self, candidate=replace(self.candidate, **changed))
@@ -158,13 +150,13 @@ class PredictedRun:
         if not self.auto_recompute_layers or self.shape is None or self.usable_bytes is None:
             return self
         c = self.candidate
-        order = self.file_order or computed(c)
+        order = c.job.order or computed(c)
         counts = fewest_recomputed(
             order, self.shape, c.setup, self.known.footprint, self.usable_bytes, c.layers
         )
         return self._with(recompute_layers=counts)
 
-    def _with_choice(self) -> tuple[Self, Plan]:
+    def _with_choice(self) -> Self:
         """Search for what the choice leaves open; return it with its order of computation."""
         first, free = self.candidate.choice, dict[str, tuple[str, ...]]()
         orders = [first]
@@ -175,14 +167,16 @@ class PredictedRun:
         if first.fills_gaps:
             stage_times(self.known.costs)  # or there is nothing to place
             free["wgrad"] = "backward", "gaps"
-            order = self.judge(orders[0]).plain_order
+            order = self.judge(orders[0]).job.computed
             if first.held is not None and max(peak_activations(order)) > first.held:
                 # Refuses the first forward above the limit.
                 place_as_if_equal(order.select(way.compute for way in WAYS), first.held)
         if self.auto_replicated:
             free["optimizer"] = "sharded", "replicated"
         if not free and len(orders) == 1:
-            return self, self.judge(first).plain_order
-        tied = self.candidate.num_ranks > 1 and not getattr(self.shape, "untied", True)
-        best = Descent(self.judge, Space(orders=orders, free=free, tied=tied)).best
-        return self._with(choice=best.choice), best.order
+            return self._with_order(self.candidate.job.computed)
+        best = Descent(self.judge, Space(orders=orders, free=free, tied=self.tied)).best
+        return self._with(choice=best.choice)._with_order(best.job.computed)
+
+    def _with_order(self, order: Plan) -> Self:
+        return self._with(flags=replace(self.candidate.job, order=order))

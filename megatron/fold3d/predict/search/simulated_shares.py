@@ -12,12 +12,7 @@ from megatron.fold3d.observe.timeline import Lane, Span, covered_s
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.ops import GATHER_OPS, PART_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.carried_grad_sync import share_grad_sync
-from megatron.fold3d.plan.passes.gather_later import gather_later
-from megatron.fold3d.policy.backward_shares import (
-    FIRST_SHARE,
-    backward_shares,
-    forwards_before_gather,
-)
+from megatron.fold3d.policy.backward_shares import FIRST_SHARE, backward_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
@@ -28,8 +23,6 @@ def auto_shares(plan: Plan, costs: Costs, link: Link) -> tuple[float, ...]:
 
     Args:
         plan: a plan whose DP.sync is carried, and starts all in its iteration.
-        costs: the costs of its stages.
-        link: how the plan is run.
     """
     stages, ranks = plan.num_stages, plan.num_ranks
     shares = [0.0] * stages
@@ -49,21 +42,6 @@ def auto_shares(plan: Plan, costs: Costs, link: Link) -> tuple[float, ...]:
             [ready_s[stage] for stage in own], [slower * late_s[stage] for stage in own]
         )
     return tuple(shares)
-
-
-def with_shares(plan: Plan, costs: Costs, shares: Sequence[float]) -> Plan:
-    """Return a carried plan in which a share of each DP.sync starts in its iteration.
-
-    All-gathers of parameters move to where training moves them, given the shares.
-    """
-    if costs.param_gather_s and costs.grad_sync_s:
-        each = zip(shares, costs.grad_sync_s, costs.param_gather_s, strict=True)
-        forwards = {
-            stage: forwards_before_gather((1 - share) * sync_s, gather_s, plan.num_microbatches)
-            for stage, (share, sync_s, gather_s) in enumerate(each)
-        }
-        plan = gather_later(plan, forwards)
-    return share_grad_sync(plan, shares)
 
 
 def _ready_s(spans: Sequence[Span]) -> dict[int, float]:

@@ -145,12 +145,30 @@ class Costs:
         """Return how often an action has the collectives of a forward.
 
         Args:
-            stage: the stage of the action.
             op: `FORWARD`, `RECOMPUTE` or `BACKWARD`.
             early: whether a separate action recomputes ahead of the backward.
         """
         recomputes = op is Op.BACKWARD and not early and any(self.recompute_s[stage : stage + 1])
         return 2 if recomputes else 1
+
+    def in_shards(self, parameter_share: float) -> Self:
+        """Return the costs of reduce-scatters and all-gathers, from those of all-reduces.
+
+        Args:
+            parameter_share: bytes of a parameter, as a share of those of its gradient. All-gathers
+                whose costs are known keep them.
+        """
+        halves = tuple(seconds / 2 for seconds in self.grad_sync_s)
+        gathers_s = self.param_gather_s or tuple(s * parameter_share for s in halves)
+        return replace(self, grad_sync_s=halves, param_gather_s=gathers_s)
+
+    def gathered_in_steps(self) -> Self:
+        """Return the costs if a step ends with the all-gather of what it has stepped."""
+        if not self.param_gather_s:
+            return self
+        nothing = (0.0,) * len(self.param_gather_s)
+        both = zip(self.optimizer_s or nothing, self.param_gather_s, strict=True)
+        return replace(self, optimizer_s=tuple(map(sum, both)), param_gather_s=())
 
     def with_replicated(self, stages: Container[int]) -> Self:
         """Return a distributed optimizer's costs if every replica steps ``stages`` in full.

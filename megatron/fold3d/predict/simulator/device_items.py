@@ -5,11 +5,11 @@ the backward is cut into parts there.
 """
 
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 from math import ceil
 from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_from, reader_of
+from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.plan.device_queues import Stream, reduced_apart, send_waits, stream_of
 from megatron.fold3d.plan.ir import Action, hooked
 from megatron.fold3d.plan.ops import (
@@ -29,21 +29,12 @@ _READ_MESSAGES = {way.compute for way in WAYS}
 _Needs = tuple[tuple[int, int], ...]
 
 
-class Kind(IntEnum):
-    """The kind of an item, which decides what happens when it begins."""
-
-    COMPUTE = 0
-    WAIT = 1  # takes no time
-    COLLECTIVE = 2
-    TRANSFER = 3  # one side of it
-    COPY = 4  # or a collective inside a node: neither uses the network
-    UPDATE = 5  # the optimizer's step
-
-
 class Item(NamedTuple):
     """A unit of work on a stream."""
 
-    kind: Kind
+    lane: Lane
+    """Of its span: P2P is one side of a transfer, COPY also a collective inside a node, which does
+    not use the network either, and WAIT takes no time of its own."""
     stream: Stream
     action: Action
     """Of a wait, what is waited for."""
@@ -63,7 +54,6 @@ class Items:
 
     Args:
         steps: the steps of the plan, with its transfers.
-        device: the device that runs them.
 
     Attributes:
         num_facts: how many facts come true: those of the steps, and that a collective which cuts a
@@ -90,7 +80,7 @@ class Items:
         computed = 0  # items of the compute stream so far
 
         def item(
-            kind: Kind,
+            lane: Lane,
             stream: Stream,
             action: Action,
             seconds: float = 0.0,
@@ -101,33 +91,33 @@ class Items:
             nonlocal computed
             after = computed
             computed += stream is Stream.COMPUTE
-            return Item(kind, stream, action, seconds, after, needs, fact, first)
+            return Item(lane, stream, action, seconds, after, needs, fact, first)
 
         def part_of(
-            kind: Kind, step: Step, needs: _Needs = (), *, part: int = 0, count: int = 1
+            lane: Lane, step: Step, needs: _Needs = (), *, part: int = 0, count: int = 1
         ) -> Item:
             """One of ``count`` equal parts of a step, which is over with the last one."""
             stream = stream_of(step.action, alternates=False, apart=apart)
             fact = step.fact if part + 1 == count else NO_FACT
-            return item(kind, stream, step.action, step.seconds / count, needs, fact, step.first)
+            return item(lane, stream, step.action, step.seconds / count, needs, fact, step.first)
 
         def wait_for(action: Action, fact: int, ago: int = 0) -> Item:
-            return item(Kind.WAIT, Stream.COMPUTE, action, needs=((fact, ago),))
+            return item(Lane.WAIT, Stream.COMPUTE, action, needs=((fact, ago),))
 
         for index, step in enumerate(program):
             action, op = step.action, step.action.op
             if op in P2P_OPS:
                 arrival = step.fact if op in SEND_OPS else steps.facts[reader_of(action)]
                 stream = stream_of(action, alternates=alternates)
-                yield item(Kind.TRANSFER, stream, action, fact=arrival)
+                yield item(Lane.P2P, stream, action, fact=arrival)
                 if op in waits_at_once:
                     yield wait_for(action, arrival)
             elif op in SYNC_OPS:
                 count = 0 if action in launched else self._launches(step)
                 for part in range(count):
-                    yield part_of(Kind.COLLECTIVE, step, part=part, count=count)
+                    yield part_of(Lane.GRAD_SYNC, step, part=part, count=count)
             elif op in COPY_OPS:
-                yield part_of(Kind.COPY, step, step.needs)
+                yield part_of(Lane.COPY, step, step.needs)
             else:
                 others = []
                 for need in step.needs:
@@ -139,22 +129,22 @@ class Items:
                 needs, reduction = tuple(others), inside.get(action)
                 if op not in COMPUTE_OPS:  # between two iterations
                     if step.seconds:
-                        yield part_of(Kind.UPDATE, step)
+                        yield part_of(Lane.OPTIMIZER, step)
                 elif device.tensor_parallel and op in _READ_MESSAGES:
                     cut = self.num_facts  # by a collective of its node
                     self.num_facts += 1
-                    yield part_of(Kind.COMPUTE, step, needs, part=0, count=2)
-                    yield item(Kind.COPY, Stream.TP_SYNC, action, fact=cut)
+                    yield part_of(Lane.COMPUTE, step, needs, part=0, count=2)
+                    yield item(Lane.COPY, Stream.TP_SYNC, action, fact=cut)
                     yield wait_for(action, cut)
-                    yield part_of(Kind.COMPUTE, step, needs, part=1, count=2)
+                    yield part_of(Lane.COMPUTE, step, needs, part=1, count=2)
                     if reduction is not None:
-                        yield part_of(Kind.COLLECTIVE, reduction)
+                        yield part_of(Lane.GRAD_SYNC, reduction)
                 else:  # hooks cut it into parts, and launch the reduction behind these
                     count = 1 if reduction is None else self._launches(reduction)
                     for part in range(count):
-                        yield part_of(Kind.COMPUTE, step, needs, part=part, count=count)
+                        yield part_of(Lane.COMPUTE, step, needs, part=part, count=count)
                         if reduction is not None:
-                            yield part_of(Kind.COLLECTIVE, reduction, part=part, count=count)
+                            yield part_of(Lane.GRAD_SYNC, reduction, part=part, count=count)
             for send in sends_waited_for.get(index, ()):
                 yield wait_for(send, steps.facts[reader_of(message_from(send))])
 

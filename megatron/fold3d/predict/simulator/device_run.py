@@ -14,24 +14,17 @@ from typing import NamedTuple
 from megatron.fold3d.observe.messages import message_to
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.device_queues import Stream
-from megatron.fold3d.plan.ir import Action, Plan, PlanError, gc_paused
+from megatron.fold3d.plan.ir import Action, Plan, PlanError, error_at, gc_paused
 from megatron.fold3d.plan.ops import P2P_OPS, SEND_OPS
 from megatron.fold3d.plan.passes.transfers import add_p2p
-from megatron.fold3d.plan.verify import error_at
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.device_items import Item, Items, Kind
+from megatron.fold3d.predict.simulator.device_items import Item, Items
 from megatron.fold3d.predict.simulator.link import PLAIN, Device
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Steps
 from megatron.fold3d.predict.simulator.traffic import Traffic
 
 _COMPUTE = Stream.COMPUTE
-_NCCL = (Kind.COLLECTIVE, Kind.TRANSFER)
-_LANES = {
-    Kind.COMPUTE: Lane.COMPUTE,
-    Kind.COLLECTIVE: Lane.GRAD_SYNC,
-    Kind.COPY: Lane.COPY,
-    Kind.UPDATE: Lane.OPTIMIZER,
-}
+_NCCL = (Lane.GRAD_SYNC, Lane.P2P)
 _ITERATIONS = 2  # a DP.sync that the first carries may hold up the second
 _NAMED = 8  # ranks in an error
 
@@ -109,8 +102,6 @@ class DeviceRun:
 
     Args:
         steps: the steps of a plan with its transfers.
-        device: the device that runs it.
-        iterations: how many times.
     """
 
     def __init__(self, steps: Steps, device: Device, iterations: int) -> None:
@@ -168,7 +159,7 @@ class DeviceRun:
             at = items[rank.issued % len(items)].action
             return at, f"'s host waits at {at} with {limit} of NCCL's operations unfinished"
         item = items[number]
-        if item.kind is Kind.WAIT:
+        if item.lane is Lane.WAIT:
             return item.action, f" lets its computations wait until {item.action} is over"
         if rank.busy[item.stream]:
             before = [other.action for other in items[:number] if other.stream is item.stream]
@@ -216,7 +207,7 @@ class DeviceRun:
         items = rank.items
         end = rank.released * len(items)
         while rank.issued < end:
-            if items[rank.issued % len(items)].kind in _NCCL:
+            if items[rank.issued % len(items)].lane in _NCCL:
                 if rank.unfinished == self.most_outstanding:
                     return
                 rank.unfinished += 1
@@ -224,14 +215,14 @@ class DeviceRun:
 
     def _begin(self, rank: _Rank, queue: _Queue, item: Item) -> None:
         now_s, iteration = self.clock.now_s, queue.iteration
-        kind, stream, action, seconds, _, _, _, first = item
+        lane, stream, action, seconds, _, _, _, first = item
         held_s = max(queue.since_s, rank.free_s)
         queue.since_s = now_s
         queue.position += 1
         if queue.position == len(queue.items):
             queue.position = 0
             queue.iteration += 1
-        if kind is Kind.WAIT:
+        if lane is Lane.WAIT:
             self._wait(rank, action, iteration, held_s)
             rank.computed += 1
             return
@@ -239,17 +230,17 @@ class DeviceRun:
             seconds = 0.0
         rank.busy[stream] = True
         work = _Work(rank, item, iteration, now_s)
-        if kind is Kind.TRANSFER:
+        if lane is Lane.P2P:
             if queue.computes:
                 since_s = max(held_s, rank.flows_since_s[stream])
                 self._wait(rank, action, iteration, since_s)
             self._meet_other_side(work)
-        elif kind is Kind.COLLECTIVE:
+        elif lane is Lane.GRAD_SYNC:
             if queue.computes:
                 self._wait(rank, action, iteration, held_s)
             for flow in self.traffic.sync(rank.number, seconds, self._end, work):
                 self.traffic.network.start_flow(flow)
-        elif kind is Kind.COMPUTE:
+        elif lane is Lane.COMPUTE:
             self.traffic.compute(rank.number, action, seconds, self._end, work)
         else:
             self.clock.at(now_s + seconds, self._end, work)
@@ -263,11 +254,11 @@ class DeviceRun:
     def _end(self, work: _Work) -> None:
         """Note the end of any item but a wait or a transfer."""
         rank, item, iteration, since_s = work
-        now_s, lane = self.clock.now_s, _LANES[item.kind]
+        now_s, lane = self.clock.now_s, item.lane
         rank.busy[item.stream] = False
-        if item.kind is Kind.COLLECTIVE:
+        if lane is Lane.GRAD_SYNC:
             rank.unfinished -= 1
-        elif item.kind is not Kind.COPY:
+        elif lane is not Lane.COPY:
             rank.computed += 1
             rank.free_s = now_s
         if now_s > since_s or lane is Lane.COMPUTE:  # a stage may hold no layers

@@ -139,9 +139,6 @@ class _Rank:
     """What is known of a rank whatever its order is.
 
     Args:
-        plan: as of `Bounds`.
-        costs: as of `Bounds`.
-        number: of the rank.
         shared: whether ranks share a NIC.
     """
 

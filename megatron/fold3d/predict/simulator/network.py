@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.link import Use
-from megatron.fold3d.predict.simulator.pause_budget import PauseBudget
+
+if TYPE_CHECKING:
+    from megatron.fold3d.predict.simulator.pause_budget import PauseBudget
 
 _Way = tuple[tuple[int, ...], tuple[int, ...]]  # links, and how many equal flows are on each
 
@@ -48,7 +50,6 @@ class Network:
     """The NICs and what flows through them.
 
     Args:
-        clock: the run's.
         num_nics: NICs, numbered from zero.
         above: capacities of the links between switches, in NICs.
         preemptive: messages take all the bandwidth they can use and collectives share the rest;
@@ -77,11 +78,15 @@ class Network:
         self._background: list[dict[Flow, None]] = [{} for _ in range(num_nics)]
         self._preemptive = preemptive
         self._apart = rings_are_buffered
-        self._budgets = [
-            PauseBudget(clock, pause_share, partial(self._make_equal, nic))
-            for nic in range(num_nics if preemptive and pause_share < 1 else 0)
-        ]
+        has_budgets = preemptive and pause_share < 1
+        self._budgets = self._pause_budgets(num_nics, pause_share) if has_budgets else []
         self._touched: dict[int, None] = {}
+
+    def _pause_budgets(self, num_nics: int, share: float) -> "list[PauseBudget]":
+        from megatron.fold3d.predict.simulator.pause_budget import PauseBudget
+
+        each = (partial(self._make_equal, nic) for nic in range(num_nics))
+        return [PauseBudget(self._clock, share, spent) for spent in each]
 
     def message(
         self,

@@ -19,7 +19,6 @@ def pair_s(compute_s: float, sync_s: float, collectives: int = 0) -> float:
 
     Args:
         compute_s: computation of one of them, without its collectives.
-        sync_s: its collectives.
         collectives: the number of them; zero ignores the ends of the pair.
     """
     ends_s = min(compute_s, sync_s) / collectives if collectives else 0.0
@@ -32,8 +31,6 @@ def in_turns_s(
     """Return the seconds until the second of a pair begins, and from there until both are over.
 
     Args:
-        costs: the costs of the stages.
-        stage: the stage of the computations.
         op: `FORWARD`, `BACKWARD` or `RECOMPUTE`.
         early: whether a separate action recomputes ahead of the backward.
         ends: whether the ends hide nothing: another pair of a chain follows on all but the last.
@@ -67,7 +64,6 @@ def in_pairs(costs: Costs, *, early: bool) -> Costs:
     """Return lower bounds of the costs of micro-batches, in a pair or alone.
 
     Args:
-        costs: the costs of the stages.
         early: as in `in_turns_s`, for all stages.
     """
     stages = range(len(costs.forward_s))

@@ -14,7 +14,6 @@ class PauseBudget:
     A window begins with the first pause after the previous window has ended.
 
     Args:
-        clock: the run's.
         share: the part of a window that may be spent in pauses.
         on_change: called with whether the budget is spent, whenever that changes.
     """

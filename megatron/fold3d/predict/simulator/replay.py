@@ -12,7 +12,7 @@ from statistics import median, quantiles
 
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features, GradSync, lower
+from megatron.fold3d.plan.compile import GradSync, Job, lower
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
 from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS
 from megatron.fold3d.plan.passes.recompute import recomputed
@@ -69,8 +69,8 @@ def _with_sums(plan: Plan, measured: Timeline, grad_sync: GradSync = "overlap") 
     in_shards = {a.stage // plan.num_ranks for a in sums if a and a.op is Op.REDUCE_SCATTER}
     whole = {*range(plan.num_segments)} - in_shards
     choice = Choice.plain("plan", plan.num_segments).changed(whole, optimizer="replicated")
-    features = Features(transfers=False, steps_shards=bool(in_shards), grad_sync=grad_sync)
-    return lower(plan, choice, features)
+    job = Job.of(plan, choice, steps_shards=bool(in_shards), grad_sync=grad_sync)
+    return lower(job, transfers=False)
 
 
 def observed_costs(measured: Timeline, plan: Plan) -> Costs:
@@ -128,9 +128,6 @@ def replay(
     last iterations are returned.
 
     Args:
-        plan: the plan that was run.
-        costs: its measured costs.
-        iterations: the number of measured iterations.
         sends_waited_for: as in `Link`, for a plan that ends its DP.sync with the iteration.
     """
     link = Link(preemptive=False)

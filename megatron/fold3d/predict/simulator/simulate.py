@@ -9,7 +9,7 @@ receives in time.
 
 Sums and all-gathers go into their rank's queue of DP.sync, which sends one at a time; what Megatron
 reads at the end of the iteration has a queue of its own. What an action waits for is in the plan:
-see `plan.waits`. OFFLOAD and RELOAD run on `policy.offload_choice`.
+see `plan.waits`. OFFLOAD and RELOAD run on `policy.copy_streams`.
 
 With a `Device`, the plan runs by the rules of GPUs instead: see `DeviceRun`.
 """
@@ -30,9 +30,8 @@ from megatron.fold3d.plan.ops import (
     Place,
 )
 from megatron.fold3d.plan.passes.transfers import add_p2p
-from megatron.fold3d.policy.offload_choice import CopyStreams
+from megatron.fold3d.policy.copy_streams import CopyStreams
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.device_run import DeviceRun
 from megatron.fold3d.predict.simulator.link import PLAIN, GradSyncOrder, Link
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
 from megatron.fold3d.predict.simulator.sync_queue import SyncQueue
@@ -48,8 +47,6 @@ def simulate(plan: Plan, costs: Costs, link: Link = PLAIN, *, iterations: int = 
 
     Args:
         plan: with or without transfers and DP.sync.
-        costs: the costs of the plan's stages.
-        link: how the plan is run.
         iterations: the number of iterations; deferred work has an effect from the second on.
 
     Raises:
@@ -74,6 +71,8 @@ def _prepared(plan: Plan, costs: Costs, link: Link) -> Steps:
 
 def _simulated(steps: Steps, iterations: int) -> Timeline:
     if (device := steps.link.device) is not None:
+        from megatron.fold3d.predict.simulator.device_run import DeviceRun
+
         return DeviceRun(steps, device, iterations).timeline()
     return _Run(steps, iterations).timeline()
 
@@ -87,8 +86,6 @@ def steady_state(plan: Plan, costs: Costs, link: Link = PLAIN) -> Timeline:
 
     Args:
         plan: a plan with DP.sync; without it every iteration is steady.
-        costs: the costs of the plan's stages.
-        link: how the plan is run.
     """
     if plan.flushes:
         return simulate(plan, costs, link)

@@ -9,17 +9,23 @@ from itertools import chain
 from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
-from megatron.fold3d.plan.ops import LINK_OPS, P2P_OPS, SEND_OPS, SUM_OPS, TABLE, WEIGHT_OPS, Which
+from megatron.fold3d.plan.ops import (
+    COMPUTE_OPS,
+    LINK_OPS,
+    P2P_OPS,
+    SEND_OPS,
+    SUM_OPS,
+    TABLE,
+    WEIGHT_OPS,
+    Which,
+)
 from megatron.fold3d.plan.parts import part_begins
-from megatron.fold3d.plan.passes.combined import combined
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
-from megatron.fold3d.plan.passes.pairs import PAIRED_OPS, chains
 from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.waits import Waits
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
-from megatron.fold3d.predict.simulator.pair_times import in_turns_s
 
 NO_FACT = -1
 _MOST_EXCHANGES = 8  # of a computation; more make no message faster or slower
@@ -59,22 +65,12 @@ class Exchange(NamedTuple):
 class Steps:
     """The programs of a plan as steps, and how they run.
 
-    Args:
-        plan: the plan to simulate.
-        costs: the costs of its stages.
-        link: how the plan is run.
-
     Attributes:
-        plan: the plan.
-        costs: the costs of its stages.
-        link: how the plan is run.
-        nics: the NIC of each rank.
         sends_waited_for: as in `Link`; nothing if messages are buffered.
         facts: the number of each fact.
         named: what each fact is about, by its number, as a plain tuple.
         rank_of: the rank that may wait for each fact.
         exchanges: what computations send to experts of other nodes, if there are any.
-        programs: one list of steps per rank.
     """
 
     def __init__(self, plan: Plan, costs: Costs, link: Link) -> None:
@@ -100,11 +96,15 @@ class Steps:
         }
         self._part: dict[Action, float] = {}  # of what a pair sends
         self._beside: set[Action] = set()  # during whose all-to-alls another computes
-        for program in plan.programs if link.overlap_tensor_parallel else ():
-            for together in chains(program):
-                self._pair_up([action for action in together if action.op in PAIRED_OPS])
-        for program in plan.programs if link.combined else ():
-            for both in combined(program):
+        if link.overlap_tensor_parallel:
+            from megatron.fold3d.plan.passes.pairs import chains
+
+            for together in chain.from_iterable(map(chains, plan.programs)):
+                self._pair_up([action for action in together if action.op in COMPUTE_OPS])
+        if link.combined:
+            from megatron.fold3d.plan.passes.combined import combined
+
+            for both in chain.from_iterable(map(combined, plan.programs)):
                 self._combine(both)
         self.exchanges = dict(self._exchanges())
         self.facts: dict[Name, int] = {}
@@ -147,6 +147,8 @@ class Steps:
 
     def _pair_up(self, computed: Sequence[Action]) -> None:
         """Let the computations of a chain run in pairs; an odd one is alone at the end."""
+        from megatron.fold3d.predict.simulator.pair_times import in_turns_s
+
         for first, second in zip(computed[::2], computed[1::2], strict=False):
             stage, op, microbatch = first
             times_s = in_turns_s(
@@ -180,10 +182,11 @@ class Steps:
         """Yield what computations send to experts; of a pair, each sends its part of both."""
         costs = self.costs
         sends = costs.ep_sync_on_nic and any(costs.ep_sync_s)
+        whole_ops = COMPUTE_OPS - WEIGHT_OPS  # those that pass the layers from end to end
         for action in chain.from_iterable(self.plan.programs) if sends else ():
             stage, op, microbatch = action
             seconds = self._own_s.get(action, self._whole_s(stage, op))
-            if op in PAIRED_OPS and seconds and costs.ep_sync_s[stage]:
+            if op in whole_ops and seconds and costs.ep_sync_s[stage]:
                 part = self._part.get(action, 1.0)
                 part *= costs.passes(stage, op, early=(stage, microbatch) in self._recomputed)
                 number = round(part * (costs.collectives[stage] if costs.collectives else 1))

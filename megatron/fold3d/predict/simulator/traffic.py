@@ -19,11 +19,7 @@ from megatron.fold3d.predict.simulator.steps import Steps
 class Traffic:
     """Starts what uses the network, and runs computations, which may.
 
-    Args:
-        steps: the steps of a run's plan.
-
     Attributes:
-        clock: the run's.
         network: the NICs. Behind them there is one more pair of links per rank, for DP.sync that
             stays in the node.
     """

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import create_group
 
 Ranks = tuple[int, ...]
 
@@ -97,6 +98,14 @@ def ranks_of(group: dist.ProcessGroup) -> Ranks:
     return tuple(dist.get_process_group_ranks(group))
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout of a process group as it is now: Megatron may change it in training."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    backend: Any = group._get_backend(torch.device(device))
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
 def everyones_groups(ours: AbstractSet[Ranks]) -> list[Ranks]:
     """Return the union of all ranks' ``ours``, sorted, so that every rank has the same order.
 
@@ -108,21 +117,17 @@ def everyones_groups(ours: AbstractSet[Ranks]) -> list[Ranks]:
 
 
 def make_groups(
-    beside: Iterable[dist.ProcessGroup],
-    timeout: timedelta,
-    backend: str | None = None,
-    *,
-    first: bool = False,
+    beside: Iterable[dist.ProcessGroup], backend: str | None = None, *, first: bool = False
 ) -> dict[Ranks, dist.ProcessGroup]:
     """Make a new process group over the ranks of each of Megatron's groups ``beside``.
 
-    All ranks of the job call this together, each with the groups that it is in. Over NCCL they have
-    Megatron's options: what the file of ``--nccl-communicator-config-path`` says of its group, and
-    the traffic class. **No GPU has run this.**
+    All ranks of the job call this together, each with the groups that it is in. They have the
+    timeout of Megatron's, and change it with ``--distributed-timeout-seconds-after-init``. Over
+    NCCL they have Megatron's options: what the file of ``--nccl-communicator-config-path`` says of
+    its group, and the traffic class. **No GPU has run this.**
 
     Args:
         beside: Megatron's groups for the same kind of communication.
-        timeout: the timeout of a transfer or a collective.
         backend: the backend of the groups; None is the job's.
         first: whether NCCL's kernels run on a high-priority stream, even if Megatron's do not.
     """
@@ -131,22 +136,23 @@ def make_groups(
     made = {}
     for ranks in everyones_groups(set(megatrons)):
         options: Any = None
+        timeout = timeout_of(megatrons[ranks]) if ranks in megatrons else None
         if is_nccl and ranks in megatrons:
             theirs: Any = megatrons[ranks]._get_backend(torch.device("cuda")).options
             is_first = first or theirs.is_high_priority_stream
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_first)
             options.config, options._timeout = theirs.config, timeout
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)
+        group = create_group(ranks, timeout, backend, options)
         if dist.get_rank() in ranks:
             made[ranks] = group
     return made
 
 
 def connect(
-    beside: Iterable[dist.ProcessGroup], device: torch.device, timeout: timedelta
+    beside: Iterable[dist.ProcessGroup], device: torch.device
 ) -> dict[Ranks, dist.ProcessGroup]:
     """Make new groups as `make_groups` does, and let the ranks of each connect over NCCL."""
-    made = make_groups(beside, timeout)
+    made = make_groups(beside)
     for group in made.values():
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     return made

@@ -17,7 +17,7 @@ from megatron.fold3d.plan.ir import WHOLE, Action, Op, carried, hooked
 from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
-from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, start_gathers
+from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, is_sharded, start_gathers
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.grad_sync.sums import Sums
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 class DPSync(Feature):
     """Gradient reduction and parameter all-gather of one rank's model chunks.
+
+    The plan's op says which collective sums a stage: with the distributed optimizer, `ALL_REDUCE`
+    gives every replica whole gradients. DDP's hooks and Megatron's finalization read that from
+    ``force_all_reduce`` of the chunk, which is set here and nowhere else.
 
     DDP's hooks are disabled from the start of an iteration, as in Megatron's ``no_sync``. Where the
     plan sums a segment right behind its last backward, its hooks are enabled before that backward.
@@ -53,6 +57,10 @@ class DPSync(Feature):
         for segment in range(len(self._chunks)):
             self._enable_hooks(segment, False)
             iteration.ends.callback(self._enable_hooks, segment, True)
+        for action in iteration.program:
+            chunk: Any = self._chunks[iteration.segment(action)]
+            if action.op is Op.ALL_REDUCE and any(map(is_sharded, bucket_groups(chunk))):
+                chunk.force_all_reduce = True  # until Megatron resets it behind the iteration
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handlers of DP.sync; `BACKWARD` enables hooks that may start a sum.

@@ -39,7 +39,6 @@ or all gradients if the step depends on their values.
 import logging
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +46,8 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.plan.ir import Action, Op, Plan, carried
+from megatron.fold3d.plan.compile import Job
+from megatron.fold3d.plan.ir import Action, Op, carried
 from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
@@ -61,7 +61,6 @@ from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_co
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
 from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import reduced_in_iteration
 from megatron.fold3d.runtime.grad_sync.sums import UNCUT, Sums
-from megatron.fold3d.runtime.plans import Plans
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
@@ -86,7 +85,6 @@ class DueSteps(Feature):
 
     Args:
         config: the configuration of the run.
-        plans: the plans of the run.
         communicator: starts the slices, so that what is more urgent waits for the slice in flight
             alone; without one they start at once.
         recorder: hears when a part of a sum begins and ends.
@@ -101,13 +99,12 @@ class DueSteps(Feature):
     def __init__(
         self,
         config: Fold3DConfig,
-        plans: Plans,
         communicator: "PreemptiveCommunicator | None" = None,
         recorder: Events = UNHEARD,
     ) -> None:
         self.sums = Sums(recorder)  # of no chunk yet
         self.is_free = not config.clips_or_scales  # a young model's gradients are large
-        self._config, self._plans = config, plans
+        self._config = config
         self._communicator, self._recorder = communicator, recorder
 
         # Known with the first iteration.
@@ -133,13 +130,12 @@ class DueSteps(Feature):
         self._due: set[Any] = set()  # chunks
         self._num_late = self._num_whole = 0  # of all steps
 
-    def choose_plan(self, plan: Plan, rank: int) -> Plan:
-        """Return the plan of a free iteration, or that of one that may be clipped."""
-        if self._plans.carries != self.is_free:
-            self._plans.carries = self.is_free
-            plan = self._plans.training(plan.num_microbatches)
-        self._shares = self._plans.shares(plan)[rank :: plan.num_ranks]
-        return plan
+    def decide(self, job: Job, rank: int) -> Job:
+        """Return the job of a free iteration, or that of one that may be clipped."""
+        if not self.is_free:
+            job = job.in_iteration
+        self._shares = job.shares[rank :: job.num_ranks]
+        return job
 
     @property
     def has_due(self) -> bool:
@@ -354,14 +350,13 @@ class DueSteps(Feature):
         self._is_sharded = any(map(is_sharded, bucket_groups(*chunks)))
         self._gathers_later = bool(chunks[0].ddp_config.overlap_param_gather)
         self._reduced_in_iteration = reduced_in_iteration(chunks, iteration.groups)
-        timeout = timedelta(minutes=self._config.distributed_timeout_minutes)
-        ours = connect(map(group_of, bucket_groups(*chunks)), iteration.device, timeout)
+        ours = connect(map(group_of, bucket_groups(*chunks)), iteration.device)
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
         slice_bytes = UNCUT if self._config.choice.slices else self._config.slice_bytes
         self.sums = Sums(self._recorder, chunks, self._reduced_in_iteration, slice_bytes, ours)
         if self._config.clips_or_scales:
-            self._norm_bound = NormBound(chunks, iteration.device, timeout)
+            self._norm_bound = NormBound(chunks, iteration.device)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._chunks = chunks
 

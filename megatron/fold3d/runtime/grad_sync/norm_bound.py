@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     everyones_groups,
     group_of,
     is_sharded,
+    make_groups,
     own_part,
     ranks_of,
 )
@@ -75,7 +75,7 @@ class NormBound:
     rank adds the square of the norm of the gradients that it counts.
     """
 
-    def __init__(self, chunks: Sequence[Any], device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, chunks: Sequence[Any], device: torch.device) -> None:
         groups = everyones_groups({ranks_of(group_of(b)) for b in bucket_groups(*chunks)})
         self._reduced_slot = len(chunks)  # follows those of the segments
         num_slots = len(chunks) + 1
@@ -84,7 +84,8 @@ class NormBound:
         self._norms, self._peaks = self._slots
         in_fp32 = chunks[0].ddp_config.grad_reduce_in_fp32
         self._in_fp16 = get_model_config(chunks[0]).fp16 and not in_fp32
-        self._world = dist.new_group(timeout=timeout)  # its own, so that it stands in no queue
+        world: Any = dist.group.WORLD
+        (self._world,) = make_groups([world]).values()  # its own, so that it stands in no queue
 
     def clear(self) -> None:
         """Begin an iteration: no norm is known. The one before may have ended without a step."""

@@ -25,7 +25,7 @@ do not change. Between two steps a replicated segment's parameters are whole on 
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -37,6 +37,7 @@ from megatron.core.optimizer.distrib_optimizer import Range
 from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 
+from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.runtime.feature import Feature, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
 from megatron.fold3d.runtime.grad_sync.partial_step import side_by_side
@@ -105,37 +106,24 @@ _MEGATRONS = "megatron.core.distributed.param_and_grad_buffer"
 
 
 class ReplicatedSegments(Feature):
-    """The segments of one rank that every replica steps in full.
+    """The segments of one rank that every replica steps in full: those that a plan all-reduces."""
 
-    Args:
-        segments: these segments; `choose` may change them.
-    """
-
-    def __init__(self, segments: Collection[int]) -> None:
-        self._chosen = frozenset(segments)
+    def __init__(self) -> None:
         self._replicated: frozenset[int] = frozenset()  # in the latest training iteration
         self._whole: frozenset[int] | None = None  # behind the latest step; None is before any
         self._chunks: Sequence[Any] = ()
         self._others: Sequence[OtherShards] | None = None
         logging.getLogger(_MEGATRONS).addFilter(_is_news)
 
-    def choose(self, segments: Collection[int]) -> None:
-        """From the next training iteration on, step these segments in full."""
-        self._chosen = frozenset(segments)
-
     def prepare(self, iteration: Iteration) -> None:
-        """In training, all-reduce these segments' gradients, and gather nothing."""
+        """In training, gather nothing of the segments whose gradients the plan all-reduces."""
         if not iteration.trains:
             return
-        chunks: Sequence[Any] = iteration.chunks
-        self._chunks = chunks
-        if self._replicated != self._chosen:
-            self._replicated, self._others = self._chosen, None
-        for segment in self._replicated:
-            chunks[segment].force_all_reduce = True  # Megatron resets it behind each iteration
-            if self._whole is None or segment in self._whole:
-                for bucket_group in bucket_groups(chunks[segment]):
-                    bucket_group.param_gather_dispatched = True  # so that no hook starts it
+        self._chunks = iteration.chunks
+        summed = [action for action in iteration.program if action.op is Op.ALL_REDUCE]
+        if self._replicated != (found := frozenset(map(iteration.segment, summed))):
+            self._replicated, self._others = found, None
+        self._gather_nothing(self._replicated if self._whole is None else found & self._whole)
 
     @contextmanager
     def widened(self, optimizer: Any) -> Iterator[None]:
@@ -153,8 +141,14 @@ class ReplicatedSegments(Feature):
         with ExitStack() as stack:
             for others in self._others:
                 stack.enter_context(others.widened())
+            self._gather_nothing(self._replicated)
             yield
         self._whole = self._replicated
+
+    def _gather_nothing(self, segments: Iterable[int]) -> None:
+        """Let no hook start the all-gathers of segments, and nothing be coded for them."""
+        for bucket_group in bucket_groups(*(self._chunks[segment] for segment in segments)):
+            bucket_group.param_gather_dispatched = True
 
 
 def _is_news(record: logging.LogRecord) -> bool:

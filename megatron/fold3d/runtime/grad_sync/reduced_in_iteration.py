@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config
 
 
 def reduced_in_iteration(
@@ -21,16 +21,14 @@ def reduced_in_iteration(
 
 def _of_chunk(chunk: Any, groups: ProcessGroupCollection) -> Iterator[torch.nn.Parameter]:
     """Yield what two functions of Megatron 0.19.2 reduce: word embeddings, and norms with TP."""
-    if groups.embd is not None and groups.embd.size() > 1:  # _allreduce_word_embedding_grads
-        model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        if (model.pre_process or model.post_process) and model.share_embeddings_and_output_weights:
-            yield model.shared_embedding_or_output_weight()
-    if groups.tp.size() > 1:  # _allreduce_non_tensor_model_parallel_grads
-        config = get_model_config(chunk)
-        for name, parameter in chunk.named_parameters():
-            if (
+    config = get_model_config(chunk)
+    for name, parameter in chunk.named_parameters():
+        if getattr(parameter, "shared_embedding", False) or (  # _allreduce_word_embedding_grads
+            groups.tp.size() > 1  # _allreduce_non_tensor_model_parallel_grads
+            and (
                 getattr(parameter, "average_gradients_across_tp_domain", False)
                 or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False))
                 or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
-            ):
-                yield parameter
+            )
+        ):
+            yield parameter

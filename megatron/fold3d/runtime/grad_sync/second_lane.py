@@ -17,7 +17,6 @@ forward needs the first of them first.
 """
 
 from collections.abc import Mapping
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -35,14 +34,9 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
 
 
 class SecondLane(Feature):
-    """Process groups for the reductions of odd segments, over the ranks of Megatron's.
+    """Process groups for the reductions of odd segments, over the ranks of Megatron's."""
 
-    Args:
-        timeout: the timeout of a reduction.
-    """
-
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+    def __init__(self) -> None:
         self._groups: Mapping[Ranks, dist.ProcessGroup] = {}
         self._is_connected = False
 
@@ -52,7 +46,7 @@ class SecondLane(Feature):
             self._is_connected = True
             odd = map(group_of, bucket_groups(*iteration.chunks[1::2]))
             several = [group for group in odd if group.size() > 1]
-            self._groups = connect(several, iteration.device, self._timeout)
+            self._groups = connect(several, iteration.device)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return a wrapper that sets our groups for the rest of the iteration.

@@ -1,4 +1,4 @@
-"""What a message takes on each lane of a job: its latency, and then so much for each byte.
+"""What a message takes on each lane of a job, or between two ranks: its latency, and each byte.
 
 A lane is what messages of one kind share: the links of DP.sync, of transfers in the pipeline, of
 tensor parallelism, the copies to the host. Two sizes of messages give the line through both.
@@ -9,6 +9,8 @@ behind a receive, even where all streams of a device share one hardware queue.
 """
 
 from collections.abc import Callable
+from functools import partial
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -20,17 +22,19 @@ _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 16, 1 << 25
 _FACTOR = 8  # from one size to the next
 _ENOUGH_S = 0.02  # a message that takes so long shows a link's rate; a larger one only takes longer
 _MORE, _ROUNDS = 4, 3
+_ALL_PAIRS = 8  # ranks; of more, only neighbours in a ring are measured
+_ROUND_TRIPS, _PAIR_BYTES = 20, 4 << 20
 
 Send = Callable[[], object]
+Link = tuple[int, int, float, float]
+"""From a rank to another: its latency in seconds, and bytes a second."""
 
 
 def transfers(group: dist.ProcessGroup, largest: int, device: torch.device) -> Line:
     """Measure messages of a pipeline, of which every rank sends one to the next at once.
 
     Args:
-        group: the pipeline's process group.
         largest: the bytes of a message of the run, beyond which nothing is measured.
-        device: the device of the messages.
     """
     if group.size() == 1:
         return Line()
@@ -97,7 +101,6 @@ def line(sending: Callable[[int], Send], largest: int, device: torch.device) -> 
     Args:
         sending: makes, of a number of bytes, what starts a message of so many.
         largest: the bytes beyond which nothing is measured.
-        device: the device that runs what is started.
     """
     sizes = [max(_FACTOR, min(largest, _LARGEST_BYTES))]
     while len(sizes) < 2 or sizes[0] // _FACTOR >= _SMALLEST_BYTES:
@@ -126,3 +129,42 @@ def message_s(send: Send, device: torch.device) -> float:
 
     one_s, many_s = slowest([several(1), several(1 + _MORE)], device)
     return max(0.0, many_s - one_s) / _MORE
+
+
+def pairs(world_size: int) -> list[tuple[int, int]]:
+    """Return the pairs to measure: all of them in a small job, else the neighbours in a ring."""
+    if world_size <= _ALL_PAIRS:
+        return list(combinations(range(world_size), 2))
+    return [(rank, (rank + 1) % world_size) for rank in range(world_size)]
+
+
+def links(device: torch.device) -> list[Link]:
+    """Return the links between `pairs` of ranks, the same on every rank; all ranks call this.
+
+    While one pair is measured the others wait, so the network is otherwise idle.
+    """
+    word = torch.zeros(1, device=device)
+    data = torch.zeros(_PAIR_BYTES, dtype=torch.uint8, device=device)
+    found = []
+    for source, target in pairs(dist.get_world_size()):
+        times_s = [0.0, 0.0]
+        if dist.get_rank() in (source, target):
+            times_s = [
+                seconds(partial(_round_trip, there, word, source, target), device, rounds)
+                for there, rounds in ((word, _ROUND_TRIPS), (data, _ROUNDS))
+            ]
+        trip_s, data_s = slowest(times_s, device)
+        bytes_per_s = _PAIR_BYTES / max(1e-9, data_s - trip_s / 2)
+        found.append((source, target, trip_s / 2, bytes_per_s))
+    return found
+
+
+def _round_trip(there: torch.Tensor, back: torch.Tensor, source: int, target: int) -> None:
+    """Send ``there`` and get ``back``, or the other way round; wait until the host can read it."""
+    if dist.get_rank() == source:
+        dist.send(there, target)
+        dist.recv(back, target)
+    else:
+        dist.recv(there, source)
+        dist.send(back, source)
+    back.item()  # a device's receive is only queued when `recv` returns

@@ -5,18 +5,18 @@ lanes, so that all of them have the same numbers.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.memory import HeldSizes
 from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, PART_OPS, TABLE
-from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.policy.grad_sync_cuts import rings_are_buffered
 from megatron.fold3d.policy.measured_times import MeasuredTimes, usable_bytes
 from megatron.fold3d.runtime.device import (
@@ -28,8 +28,11 @@ from megatron.fold3d.runtime.device import (
 )
 from megatron.fold3d.runtime.feature import Handler, Handlers, Iteration
 from megatron.fold3d.runtime.measure import lanes
-from megatron.fold3d.runtime.measure.saved_bytes import SavedBytes
+from megatron.fold3d.runtime.measure.saved_bytes import left_bytes
 from megatron.fold3d.runtime.measure.timing import gathered
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
 
 _COSTS = {op: TABLE[op].cost for op in COMPUTE_OPS - PART_OPS}
 
@@ -41,14 +44,14 @@ class RunRecorder:
     """Measures one rank, and agrees with the others on all that they found.
 
     Args:
-        device: the device whose clock and memory are read.
+        delta: knows what is gathered of parameters, if they are coded.
 
     Attributes:
         step_s: the seconds of an optimizer step, zero if none was measured.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, delta: "DeltaGather | None" = None) -> None:
+        self._device, self._delta = device, delta
         self._spans: list[tuple[Action, Mark, Mark]] = []
         self._left: defaultdict[Op, dict[int, float]] = defaultdict(dict)
         self.step_s = 0.0
@@ -64,21 +67,6 @@ class RunRecorder:
         start = mark_now(self._device)
         return lambda: self._spans.append((action, start, mark_now(self._device)))
 
-    def left_bytes(self, run: Callable[[], None], modules: Iterable[torch.nn.Module]) -> int:
-        """Run a computation; return the bytes that it leaves on the device for later ones.
-
-        A CPU does not count its memory: there these are what autograd holds, without parameters
-        and buffers of the ``modules``.
-        """
-        before = held_device_bytes(self._device)
-        if before is None:
-            saved = SavedBytes(modules)
-            with saved.hooks():
-                run()
-            return saved.now
-        run()
-        return (held_device_bytes(self._device) or 0) - before
-
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return handlers that measure the computations of an iteration."""
         counts = held_device_bytes(self._device) is not None  # else hooks would take time
@@ -90,7 +78,7 @@ class RunRecorder:
                 end()
 
             def counted(action: Action) -> None:
-                of_op, left = self._left[action.op], self.left_bytes(lambda: timed(action), ())
+                of_op, left = self._left[action.op], left_bytes(lambda: timed(action), iteration)
                 of_op[action.stage] = max(left, of_op.get(action.stage, left))
 
             return counted if counts else timed
@@ -176,7 +164,9 @@ class RunRecorder:
             stage = segment * iteration.plan.num_ranks + iteration.rank
             trained: list[Any] = [p for p in chunk.parameters() if p.requires_grad]
             sizes["gradient_bytes"][stage] = sum(p.main_grad.nbytes for p in trained)
-            sizes["parameter_bytes"][stage] = sum(p.nbytes for p in trained)
+            coded = self._delta.link_bytes(chunk) if self._delta is not None else None
+            whole = sum(p.nbytes for p in trained)
+            sizes["parameter_bytes"][stage] = whole if coded is None else coded
             sizes["other_shard_bytes"][segment] = others * sum(
                 p.numel() * (8 if p.dtype == torch.float32 else 12) for p in chunk.parameters()
             )

@@ -1,14 +1,17 @@
-"""The bytes that autograd holds for backwards, for devices that do not count their memory.
+"""The bytes that computations leave for later ones, also where a device does not count them.
 
 Keeps one invariant: a tensor is unpacked as it was packed, so no result changes.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 import torch
+
+from megatron.fold3d.runtime.device import held_device_bytes
+from megatron.fold3d.runtime.feature import Iteration
 
 
 def lasting_storages(modules: Iterable[torch.nn.Module]) -> Iterator[torch.UntypedStorage]:
@@ -60,3 +63,19 @@ class SavedBytes:
         if self._views[storage] == 0:
             del self._views[storage]
             self.now -= num_bytes
+
+
+def left_bytes(run: Callable[[], None], iteration: Iteration) -> int:
+    """Run a computation; return the bytes that it leaves on the device for later ones.
+
+    A CPU does not count its memory: there these are what autograd holds, without parameters and
+    buffers.
+    """
+    before = held_device_bytes(iteration.device)
+    if before is None:
+        saved = SavedBytes(iteration.chunks)
+        with saved.hooks():
+            run()
+        return saved.now
+    run()
+    return (held_device_bytes(iteration.device) or 0) - before

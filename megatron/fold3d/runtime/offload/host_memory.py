@@ -5,7 +5,6 @@ import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -20,20 +19,12 @@ _MACHINE = Path("/proc/meminfo")
 _FIX = "use fewer micro-batches, more recomputation, or --offload-activations off"
 
 
-class _Files(NamedTuple):
-    """The files that hold a group's memory limit and usage, for one version of control groups."""
-
-    folder: str
-    limit: str
-    used: str
-    reclaimable: str
-    """A line of `memory.stat`: page cache that the kernel drops first; ``used`` includes it."""
-
-
-_VERSION_1 = _Files(
-    "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-)
-_VERSION_2 = _Files("", "memory.max", "memory.current", "inactive_file")
+# By version of control groups: their folder, the files of a group's limit and of what it uses, and
+# a line of `memory.stat`: page cache that the kernel drops first, which is used too.
+_VERSIONS = {
+    1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
+    2: ("", "memory.max", "memory.current", "inactive_file "),
+}
 
 
 class HostMemoryError(RuntimeError):
@@ -74,7 +65,6 @@ def check_node(plan: Plan, bytes_of_stage: int, ranks: Sequence[int]) -> None:
     """Check that a node has memory for the activations that a plan offloads there.
 
     Args:
-        plan: the plan of all pipeline ranks.
         bytes_of_stage: lower limit of the bytes that one micro-batch's forward of a stage saves.
         ranks: the pipeline ranks of the processes on this node.
 
@@ -113,19 +103,20 @@ def _of_control_groups() -> Iterator[int]:
     for line in _OWN_GROUPS.read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            yield from _of_group(path, _VERSION_2)
+            yield from _of_group(path, 2)
         elif "memory" in controllers.split(","):
-            yield from _of_group(path, _VERSION_1)
+            yield from _of_group(path, 1)
 
 
-def _of_group(path: str, files: _Files) -> Iterator[int]:
+def _of_group(path: str, version: int) -> Iterator[int]:
     """Yield the bytes left in a group and in its parents; a container may see only the root."""
-    root = _CGROUPS / files.folder
+    home, limit_file, used_file, cache = _VERSIONS[version]
+    root = _CGROUPS / home
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
-        limit, used = folder / files.limit, folder / files.used
+        limit, used = folder / limit_file, folder / used_file
         if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-            reclaimable = _number_in(folder / "memory.stat", f"{files.reclaimable} ") or 0
+            reclaimable = _number_in(folder / "memory.stat", cache) or 0
             yield max(0, int(text) - int(used.read_text()) + reclaimable)
         if folder == root:
             return

@@ -29,11 +29,9 @@ class HostSlots:
     little memory is an error.
 
     Args:
-        config: the configuration of the run.
         num_local: the number of ranks on this node, which share its memory.
 
     Attributes:
-        pool: the pinned memory pool.
         bytes_of_stage: how much a micro-batch of a stage saves, of stages that have shown it.
     """
 

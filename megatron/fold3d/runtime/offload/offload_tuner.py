@@ -48,7 +48,6 @@ class OffloadTuner:
         """Return which of a program's activations to offload, and when.
 
         Args:
-            program: the program of this rank.
             peak: the most activations that the previous iteration held on the device.
         """
         if self.recorder is not None and self._num_iterations > 1:

@@ -20,15 +20,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.plan.ir import Action, Op, Plan, Program
-from megatron.fold3d.plan.ops import TO_HOST_OPS
+from megatron.fold3d.plan.compile import Job
+from megatron.fold3d.plan.ir import Action, Op, Program
+from megatron.fold3d.plan.ops import COPY_OPS, TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key, within
@@ -94,11 +95,11 @@ class Offloader(Feature):
         self.depth = choice.depth
         return choice
 
-    def choose_plan(self, plan: Plan, rank: int) -> Plan:
-        """Return the plan with this rank's choice of offloads, unless the user's plan has some."""
-        if self._plans is None or self._plans.fixes_offload:
-            return plan
-        return self._plans.training(plan.num_microbatches, self.choice(plan.programs[rank]))
+    def decide(self, job: Job, rank: int) -> Job:
+        """Return the job with this rank's choice of offloads, unless the user's plan has some."""
+        if self._plans is None or (job.order is not None and job.order.has(*COPY_OPS)):
+            return job
+        return replace(job, offload=self.choice(self._plans.training(job).programs[rank]))
 
     def prepare(self, iteration: Iteration) -> None:
         """Allocate the host memory that the program needs.

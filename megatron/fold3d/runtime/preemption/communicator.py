@@ -44,26 +44,15 @@ class PreemptiveCommunicator(Feature):
     Args:
         slice_bytes: the size of a slice, or the largest one that `fit_slices` may choose.
         timeout: the timeout of a transfer or a slice.
-        slices_in_flight: the number of slices in flight per group.
-        pause_share: the largest share of the time for which slices may be held back.
         fits_slices: whether `fit_slices` may choose a smaller size.
 
     Raises:
         ValueError: the extension has not been built.
     """
 
-    def __init__(
-        self,
-        *,
-        slice_bytes: int,
-        timeout: timedelta,
-        slices_in_flight: int = 1,
-        pause_share: float = 0.5,
-        fits_slices: bool = False,
-    ) -> None:
+    def __init__(self, *, slice_bytes: int, timeout: timedelta, fits_slices: bool = False) -> None:
         self._slice_bytes = slice_bytes
         self._fits_slices = fits_slices
-        self._timeout = timeout
         built = extension()
         if built is None:
             raise ValueError(
@@ -72,7 +61,6 @@ class PreemptiveCommunicator(Feature):
             )
         self._extension, self._policy = built, built.Policy()
         self._policy.timeout_s = timeout.total_seconds()
-        self._policy.slices_in_flight, self._policy.pause_share = slices_in_flight, pause_share
         self._scheduler: Any = None
         self._links: Any = None
         self._open = ExitStack()
@@ -167,7 +155,7 @@ class PreemptiveCommunicator(Feature):
         if any(isinstance(group_of(bucket_group), PreemptiveGroup) for bucket_group in buckets):
             return
         device = next(chunks[0].parameters()).device
-        made = connect(map(group_of, buckets), device, self._timeout)
+        made = connect(map(group_of, buckets), device)
         ours = {ranks: self.group(group) for ranks, group in made.items()}
         for bucket_group in buckets:
             set_group(bucket_group, ours[ranks_of(group_of(bucket_group))])

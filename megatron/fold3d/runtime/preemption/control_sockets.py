@@ -58,7 +58,7 @@ class ControlSockets:
                 made.sendall(_HELLO.pack(its_token, rank))
                 self._sockets[other] = made
         callers = {other for other in wanted if other > rank}
-        self._sockets |= accept(self._listener, token, callers, _PATIENCE_S)
+        self._sockets |= asyncio.run(accept(self._listener, token, callers, _PATIENCE_S))
         self.connections = [
             (other, made.fileno(), *cards[other][:2]) for other, made in self._sockets.items()
         ]
@@ -72,7 +72,7 @@ class ControlSockets:
             made.close()
 
 
-def accept(
+async def accept(
     listener: socket.socket, token: bytes, ranks: Collection[int], patience_s: float
 ) -> dict[int, socket.socket]:
     """Return a connection from each of ``ranks``, and turn away all others.
@@ -81,12 +81,6 @@ def accept(
         TimeoutError: not all of them were there after ``patience_s``.
     """
     listener.setblocking(False)
-    return asyncio.run(_accept(listener, token, ranks, patience_s))
-
-
-async def _accept(
-    listener: socket.socket, token: bytes, ranks: Collection[int], patience_s: float
-) -> dict[int, socket.socket]:
     loop, has_news = asyncio.get_running_loop(), asyncio.Event()
     known: dict[int, socket.socket] = {}
     callers: deque[asyncio.Task[None]] = deque()

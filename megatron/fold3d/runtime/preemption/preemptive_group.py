@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.runtime.torch_names import under_both_names
-
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.preemption._scheduler import Scheduler, Waiter
 
 _lanes = count()
 
 
-@under_both_names
 class PreemptiveGroup(dist.ProcessGroup):
     """The ranks of ``group``, with transfers that preempt collectives between their slices.
 

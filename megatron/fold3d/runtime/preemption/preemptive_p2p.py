@@ -1,7 +1,6 @@
 """``--preemptive-comm``: transfers that preempt DP.sync."""
 
 from time import monotonic
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +21,6 @@ class PreemptiveP2P(P2P):
 
     Args:
         communicator: a connected communicator; its neighbours include those of the pipeline.
-        pp_group: the pipeline's process group.
-        device: the compute device.
-        options: the other arguments of `P2P`.
     """
 
     def __init__(
@@ -32,9 +28,8 @@ class PreemptiveP2P(P2P):
         communicator: PreemptiveCommunicator,
         pp_group: dist.ProcessGroup,
         device: torch.device,
-        **options: Any,
     ) -> None:
-        super().__init__(pp_group, device, **options)
+        super().__init__(pp_group, device)
         self._groups = {
             op: communicator.group(group, direction=int(op in BACK))
             for op, group in self._groups.items()

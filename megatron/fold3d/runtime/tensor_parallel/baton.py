@@ -42,8 +42,6 @@ class Baton:
         ``second``. A backward runs entirely on the thread that starts it.
 
         Args:
-            first: runs on the calling thread.
-            second: runs on the other thread.
             device: the device of both; they share the caller's stream.
 
         Raises:

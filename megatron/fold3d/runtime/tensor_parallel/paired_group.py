@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.runtime.events import Events
-from megatron.fold3d.runtime.torch_names import method_of, under_both_names
 
 
-@under_both_names
 class PairedGroup(dist.ProcessGroup):
     """The ranks of ``group``, with collectives whose `wait` first calls ``hand_over``.
 
@@ -120,7 +118,7 @@ class PairedGroup(dist.ProcessGroup):
         works: list[Any] = []
 
         def launch() -> Sequence[Any]:
-            works.append(method_of(self.group, collective)(*arguments))
+            works.append(getattr(self.group, collective)(*arguments))
             return works
 
         end = self._recorder.collective(self._name, self._name.lower().replace(".", "_"), launch)

@@ -16,11 +16,7 @@ from megatron.fold3d.runtime.tensor_parallel.baton import Baton
 
 
 class PairedMicrobatches(Feature):
-    """Runs the chains of a program with a baton.
-
-    Args:
-        baton: the baton that the process groups of layers hand over.
-    """
+    """Runs the chains of a program with the baton that the process groups of layers hand over."""
 
     def __init__(self, baton: Baton) -> None:
         self._baton = baton

@@ -4,10 +4,10 @@ Only the last rank has the writers; it reports its own values.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.fold3d.observe.rank_exposure import rank_exposure
-from megatron.fold3d.observe.trace_files import IterationTrace
+if TYPE_CHECKING:
+    from megatron.fold3d.observe.trace_files import IterationTrace
 
 _PREFIX = "fold3d/"
 
@@ -30,8 +30,10 @@ class Metrics:
         """True if this rank has a writer."""
         return self._tensorboard() is not None or self._running_wandb() is not None
 
-    def write(self, row: IterationTrace) -> None:
+    def write(self, row: "IterationTrace") -> None:
         """Write one iteration's seconds and counts."""
+        from megatron.fold3d.observe.exposure import rank_exposure  # a trace needs it, no norm
+
         found = {**rank_exposure(row), **row.counts}
         values = {_PREFIX + name: value for name, value in found.items()}
         if (writer := self._tensorboard()) is not None:

@@ -7,7 +7,7 @@ from megatron.fold3d.plan.ir import Action, Program
 from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS, SYNC_OPS, TABLE
 from megatron.fold3d.plan.waits import Waits
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, within
-from megatron.fold3d.runtime.trace.recorder import Recorder
+from megatron.fold3d.runtime.trace.tracer import Tracer
 
 _SUMS = SYNC_OPS - GATHER_OPS
 _WAIT_FOR_SUMS = frozenset(op for op in TABLE if any(n.op in _SUMS for n in TABLE[op].needs))
@@ -20,8 +20,13 @@ class RecordedActions(Feature):
     parameters inside computations, and optimizer steps inside waits.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer, self._recorder = tracer, tracer.recorder
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Let the tracer have the plan of the latest training iteration."""
+        if iteration.trains:
+            self._tracer.plan = iteration.plan
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return wrappers that record a span around each action that computes or waits for sums."""

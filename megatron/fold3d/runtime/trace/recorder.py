@@ -48,7 +48,6 @@ class Recorder(Events):
     """Records iterations and delivers each once all its events have ended.
 
     Args:
-        device: the compute device.
         wants: returns True if the iteration of this number is to be recorded.
         deliver: receives each recorded iteration, in order, soon after its end.
     """

@@ -6,6 +6,7 @@ warning and training goes on.
 """
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,9 +19,9 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.observe.trace_files import IterationTrace, RankTrace
+from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.runtime.device import runs_behind
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
-from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.trace.metrics import Metrics
 from megatron.fold3d.runtime.trace.recorder import WARM_UP, Recorder
 
@@ -32,24 +33,24 @@ class Tracer:
 
     Args:
         config: the configuration of the run; it names the folder and the iterations.
-        plans: the plans of the schedule; None for stock's.
         metrics: receives every iteration, on the rank that has writers.
 
     Attributes:
         stages: those of this rank's bucket groups, from the first iteration on.
+        plan: of the latest training iteration; stock has none.
     """
 
-    def __init__(self, config: Fold3DConfig, plans: Plans, metrics: Metrics) -> None:
+    def __init__(self, config: Fold3DConfig, metrics: Metrics) -> None:
         assert config.trace is not None
         self.recorder = Recorder(torch.device(config.device), self._wants, self._keep)
         self._folder: Path = config.trace
         self._iterations = config.trace_iterations
         self._config = config
-        self._plans = plans
         self._metrics = metrics
         self._recorded: list[IterationTrace] = []
         self._is_over = False  # written, or given up
         self.stages: dict[Any, int] = {}
+        self.plan: Plan | None = None
 
     @contextmanager
     def iteration(self, number: int, chunks: Sequence[Any]) -> Iterator[None]:
@@ -98,7 +99,7 @@ class Tracer:
     def _write(self) -> None:
         self._is_over = True
         rank, num_microbatches = dist.get_rank(), get_num_microbatches()
-        plan = self._plans.latest if rank == 0 else None  # stock has none
+        plan = self.plan if rank == 0 else None  # stock has none
         trace = RankTrace(
             rank=rank,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -114,6 +115,8 @@ class Tracer:
             microbatch_flops=self._config.microbatch_flops,
             recomputed_flops=self._config.recomputed_flops,
             clock="polls" if runs_behind(torch.device(self._config.device)) else "host",
+            shares_cores=self._config.device == "cpu"
+            and os.environ.get("LOCAL_WORLD_SIZE") == str(dist.get_world_size()),
         )
         path = self._folder / trace.file_name
         unfinished = path.with_suffix(".part")

@@ -14,7 +14,6 @@ would arrive later.
 **No GPU has run this.**
 """
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,19 +26,11 @@ from megatron.fold3d.runtime.transfers.p2p import P2P
 
 
 class AlternatingP2P(P2P):
-    """A `P2P` with two communicators for each direction of a link.
+    """A `P2P` with two communicators for each direction of a link between GPUs."""
 
-    Args:
-        pp_group: the pipeline's process group.
-        device: a GPU.
-        timeout: the timeout of one transfer.
-    """
-
-    def __init__(
-        self, pp_group: dist.ProcessGroup, device: torch.device, *, timeout: timedelta
-    ) -> None:
-        super().__init__(pp_group, device, timeout=timeout)
-        self._groups_of_odd = self._connect(pp_group, timeout)
+    def __init__(self, pp_group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(pp_group, device)
+        self._groups_of_odd = self._connect(pp_group)
         self._streams = streams_of(device)
         self._sending = {op: self._streams.Stream() for op in SEND_OPS}
         self._last_sent: dict[Op, dist.Work] = {}

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from megatron.fold3d.plan.ir import Action, Op, Program
 from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, RECV_OPS, WAYS
 from megatron.fold3d.runtime.device import make_current
+from megatron.fold3d.runtime.grad_sync.bucket_groups import timeout_of
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, aligned
 from megatron.fold3d.runtime.transfers.p2p import P2P, groups_by_op
@@ -41,12 +41,9 @@ class HostLink(P2P):
     Only the sending thread sends, and only the calling thread receives.
     """
 
-    def __init__(
-        self, pp_group: dist.ProcessGroup, device: torch.device, *, timeout: timedelta
-    ) -> None:
-        super().__init__(pp_group, device, timeout=timeout)
+    def __init__(self, pp_group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(pp_group, device)
         self._num_ranks = pp_group.size()
-        self._timeout_s = timeout.total_seconds()
         self.pool = PinnedPool(device)
         self._copies = Copies(device)
         # By receive: the slot, the tensor in it, and the work.
@@ -95,7 +92,7 @@ class HostLink(P2P):
         if action not in self._fetched:
             self._fetched[action] = self._fetch(action)
         slot, tensor, copy = self._fetched.pop(action)
-        copied = copy.result(self._timeout_s)
+        copied = copy.result(self._timeout_s())
         self._copies.wait(copied)
         self._copying.append((copied, None, slot))
         following = self._next.get(action)
@@ -127,8 +124,11 @@ class HostLink(P2P):
             self._finish_first()
         self._recycle()
 
-    def _connect(self, pp_group: dist.ProcessGroup, timeout: timedelta) -> dict[Op, Any]:
-        return groups_by_op(pp_group, "gloo", timeout)
+    def _connect(self, pp_group: dist.ProcessGroup) -> dict[Op, Any]:
+        return groups_by_op(pp_group, "gloo")
+
+    def _timeout_s(self) -> float:
+        return timeout_of(self._groups[FORTH.send]).total_seconds()
 
     def _fetch(self, action: Action) -> _Fetched:
         """Start to copy a tensor to the device as soon as it has been received."""
@@ -152,7 +152,7 @@ class HostLink(P2P):
 
     def _finish_first(self) -> None:
         future, slot = self._sends.popleft()
-        future.result(self._timeout_s)
+        future.result(self._timeout_s())
         self.pool.give_back(slot)
 
     def _recycle(self) -> None:

@@ -6,7 +6,6 @@ schedule frees or reassigns the tensor meanwhile.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,14 +31,12 @@ class P2P:
     parallelism, and in the configuration's ``pipeline_dtype``.
     """
 
-    def __init__(
-        self, pp_group: dist.ProcessGroup, device: torch.device, *, timeout: timedelta
-    ) -> None:
+    def __init__(self, pp_group: dist.ProcessGroup, device: torch.device) -> None:
         _refuse_bound_group()
         rank, num_ranks = pp_group.rank(), pp_group.size()
         self._device = device
         self._peers = {op: (rank + step) % num_ranks for op, step in PEER.items()}  # in the group
-        self._groups = self._connect(pp_group, timeout)
+        self._groups = self._connect(pp_group)
         self._arriving: dict[Action, tuple[torch.Tensor, dist.Work]] = {}
         self._leaving: deque[tuple[torch.Tensor, dist.Work]] = deque()
 
@@ -106,9 +103,9 @@ class P2P:
         assert work is not None
         return work
 
-    def _connect(self, pp_group: dist.ProcessGroup, timeout: timedelta) -> dict[Op, Any]:
+    def _connect(self, pp_group: dist.ProcessGroup) -> dict[Op, Any]:
         """Make the groups of this rank's transfers, and connect their ranks; all ranks call it."""
-        groups = groups_by_op(pp_group, dist.get_backend(pp_group), timeout)
+        groups = groups_by_op(pp_group, dist.get_backend(pp_group))
         self._meet(groups, pp_group.rank(), pp_group.size())
         return groups
 
@@ -149,20 +146,17 @@ def _refuse_bound_group() -> None:
         )
 
 
-def groups_by_op(
-    pp_group: dist.ProcessGroup, backend: str, timeout: timedelta
-) -> dict[Op, dist.ProcessGroup]:
+def groups_by_op(pp_group: dist.ProcessGroup, backend: str) -> dict[Op, dist.ProcessGroup]:
     """Make the process groups of all pipelines, together; return those of this rank's transfers.
 
     Args:
         pp_group: Megatron's group of this rank's pipeline.
         backend: the backend of the groups.
-        timeout: the timeout of one transfer.
     """
     rank, num_ranks, ours = pp_group.rank(), pp_group.size(), ranks_of(pp_group)
     links = [  # from rank r to the next is number r % len(links)
         # PP.sync goes before DP.sync (paper Sec. III-A).
-        [make_groups([pp_group], timeout, backend, first=True)[ours] for _ in WAYS]
+        [make_groups([pp_group], backend, first=True)[ours] for _ in WAYS]
         for _ in range(2 if num_ranks == 2 else 1)
     ]
     before, after = links[(rank - 1) % num_ranks % len(links)], links[rank % len(links)]

@@ -3,14 +3,14 @@
     micro-batch by micro-batch   0W0: a b c     0W1: a b c      all complete at the end
     parameter by parameter       0W:500: b b a  0W:1000: a c c  b is complete behind 0W:500
 
-Keeps one invariant: a parameter's gradients are added in the order of its micro-batches, so its sum
-is the same bit for bit.
+Keeps one invariant: a parameter's gradients are added in the order of its micro-batches, and those
+of several uses in one backward are added up before, so its sum is the same bit for bit.
 """
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -22,12 +22,11 @@ from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key, w
 from megatron.fold3d.runtime.grad_sync.stage_gradients import spread
 
 
-def by_parameter[Item](
-    items: Iterable[Item],
-    owner: Callable[[Item], Hashable],
-    size: Callable[[Item], int],
+def in_parts[Item](
+    of_owners: Sequence[Sequence[Item]],
+    sizes: Sequence[int],
+    spreads: Sequence[Sequence[int]],
     ends: Sequence[int],
-    spread: Callable[[Item], Sequence[int]] = lambda _: (1,),
 ) -> list[list[tuple[Item, bool]]]:
     """Divide the work of all micro-batches into parts.
 
@@ -35,27 +34,22 @@ def by_parameter[Item](
     are reduced together, the next parameter is one of the shard that has fewest gradients.
 
     Args:
-        items: the work on one parameter, or on the parameters of one module, in one micro-batch;
-            in the order of micro-batches.
-        owner: the parameter or the module of an item.
-        size: what an item costs.
+        of_owners: for each parameter, or module, its work in each micro-batch, in their order.
+        sizes: what one micro-batch's work of each costs.
+        spreads: how many gradients of each lie in each shard.
         ends: where the parts end, in thousandths of the work; some parts may be empty.
-        spread: how many gradients of an item's owner lie in each shard.
 
     Returns:
         The parts: their items, each with whether it is the last one of its owner.
     """
-    of_owner: dict[Hashable, list[Item]] = {}
-    for item in items:
-        of_owner.setdefault(owner(item), []).append(item)
-    of_owners = list(of_owner.values())
-    order = in_turns([size(its[0]) for its in of_owners], [spread(its[0]) for its in of_owners])
-    whole = sum(size(item) for its in of_owners for item in its)
+    whole = sum(size * len(its) for size, its in zip(sizes, of_owners, strict=True))
     parts: list[list[tuple[Item, bool]]] = [[] for _ in ends]
     done = 0
-    for its in map(of_owners.__getitem__, order):
-        for left, item in zip(reversed(range(len(its))), its, strict=True):
-            done += size(item)
+    for owner in in_turns(sizes, spreads):
+        for left, item in zip(
+            reversed(range(len(of_owners[owner]))), of_owners[owner], strict=True
+        ):
+            done += sizes[owner]
             part = bisect_left(ends, done * WHOLE // max(1, whole))  # the one in which it ends
             parts[part].append((item, left == 0))
     return parts
@@ -64,13 +58,13 @@ def by_parameter[Item](
 class SplitBackwards[Item](Feature, ABC):
     """The backwards of one rank that leave their weight gradients to `W` and `W:` actions.
 
-    An item is the work on one parameter, or on the parameters of one module, in one micro-batch.
+    An item is the work on one parameter, or on the parameters of one module, in one backward.
     What it needs is free once it has been computed.
     """
 
     def __init__(self) -> None:
         self._chunks: Mapping[int, torch.nn.Module] = {}  # by stage, those that are split
-        self._kept: dict[Key, list[Item]] = {}
+        self._kept: dict[Key, Iterable[Item]] = {}
         self._program: Program = ()
         self._parts: dict[int, deque[list[tuple[Item, bool]]]] = {}  # that they compute
         self._unfinished: dict[int, set[torch.Tensor]] = {}
@@ -111,7 +105,7 @@ class SplitBackwards[Item](Feature, ABC):
     def compute_part(self, action: Action) -> None:
         """Compute a part of one stage's weight gradients of all micro-batches, as `compute` does.
 
-        The part is that of some parameters: see `by_parameter`.
+        The part is that of some parameters: see `in_parts`.
         """
         stage = action.stage
         if stage not in self._parts:
@@ -141,11 +135,13 @@ class SplitBackwards[Item](Feature, ABC):
         keys = [key for key in self._kept if key[0] == stage]  # in the order of backwards
         items = [item for key in keys for item in self._kept.pop(key)]
         self._unfinished[stage] = {p for item in items for p in self._parameters(item)}
-        parts = (a for a in self._program if a.op is Op.WEIGHT_PART and a.stage == stage)
-        return by_parameter(
-            items,
-            lambda item: self._parameters(item)[0],
-            lambda item: sum(parameter.numel() for parameter in self._parameters(item)),
-            [action.end for action in parts],
-            lambda item: spread(self._chunks[stage], frozenset(self._parameters(item))),
+        of_owners: dict[torch.Tensor, list[Item]] = {}
+        for item in items:
+            of_owners.setdefault(self._parameters(item)[0], []).append(item)
+        owned = [self._parameters(its[0]) for its in of_owners.values()]
+        return in_parts(
+            [*of_owners.values()],
+            [sum(parameter.numel() for parameter in its) for its in owned],
+            [spread(self._chunks[stage], frozenset(its)) for its in owned],
+            [a.end for a in self._program if a.op is Op.WEIGHT_PART and a.stage == stage],
         )

@@ -50,21 +50,26 @@ class Parallel(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The operands of one weight's gradient, and of its bias's.
+    """The operands of one weight's gradient in one backward, and of its bias's.
 
     Attributes:
         weight: ``[output, hidden]``, the model's parameter.
-        bias: ``[output]``, the model's parameter.
-        parallel: how ``input`` is distributed over tensor-parallel ranks.
-        input: ``[seq, batch, hidden]``, or this rank's shard of seq; kept alive by this tuple.
-        output_grad: ``[seq, batch, output]``, in the dtype of the input; also kept alive by it.
+        bias: ``[output]``, the model's parameter; None if the layer has none, or it is frozen.
+        parallel: how inputs are distributed over tensor-parallel ranks.
+        uses: of each use of the weight its input, ``[seq, batch, hidden]`` or this rank's shard of
+            seq, and the gradient of its output, ``[seq, batch, output]`` in the dtype of the input.
+            This tuple keeps both alive. They are in the order in which autograd reaches the uses.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     parallel: Parallel
-    input: torch.Tensor
-    output_grad: torch.Tensor
+    uses: tuple[tuple[torch.Tensor, ...], ...]
+
+
+# By weight and call of the autograd engine, which adds up the gradients of a weight's uses before
+# DDP adds them to its buffer. A recomputed layer's backward is a call of its own, within another.
+_Backward = dict[tuple[torch.Tensor, int], _Kept]
 
 
 class DelayedWeightGrads(SplitBackwards[_Kept]):
@@ -78,16 +83,13 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
         super().__init__()
         self._weights: frozenset[torch.Tensor] = frozenset()
         self._side = side or (lambda: 0)
-        self._now: list[list[_Kept]] = [[], []]  # of the running backwards, by side
+        self._now: list[_Backward] = [{}, {}]  # the running backwards, by side
 
     def choose(self, chunks: Mapping[int, torch.nn.Module]) -> None:
         """Delay the gradients of all linear layers in the transformer layers of ``chunks``.
 
         The gradients of embeddings, the output layer, norms and most biases stay in the backward:
         they are cheap to compute, or their operands are large to keep.
-
-        Args:
-            chunks: the model chunk of each stage whose weight gradients are delayed.
         """
         self._weights = frozenset(
             linear.weight
@@ -122,7 +124,8 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
         Returns:
             ``[seq, batch, output]``, with the whole seq; the caller owns it.
         """
-        keep = partial(self._keep, weight, bias, parallel)
+        trained = bias if bias is not None and bias.requires_grad else None
+        keep = partial(self._keep, weight, trained, parallel)
         # Megatron notes in the weight that its gradient is fused, so it gets an alias. This is a
         # parameter too: whether a matmul is folded into one of matrices, and so how it rounds,
         # depends on whether the weight requires a gradient.
@@ -137,29 +140,46 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
     @contextmanager
     def keeping(self, backward: Action) -> Iterator[None]:
         """Keep the operands of a backward's weight gradients."""
-        self._now[self._side()] = self._kept[backward.stage, backward.microbatch] = []
+        now = self._now[self._side()] = {}
+        self._kept[backward.stage, backward.microbatch] = now.values()
         yield
-        self._now[self._side()] = []  # or operands would outlive their `compute`
+        self._now[self._side()] = {}  # or operands would outlive their `compute`
 
     def _parameters(self, item: _Kept) -> Sequence[torch.Tensor]:
         return (item.weight,) if item.bias is None else (item.weight, item.bias)
 
     def _add(self, items: Iterable[_Kept]) -> None:
-        """Compute and accumulate the gradients of some weights, each of them once."""
-        params, grads = [], []
-        for weight, bias, parallel, x, output_grad in items:
-            if parallel.sequence_parallel:
-                x = gather_from_sequence_parallel_region(x, group=parallel.tp_group)
-            output_grad, x = prepare_input_tensors_for_wgrad_compute(output_grad, x)
-            params.append(weight)
-            grads.append(output_grad.t().matmul(x))
-            if bias is not None:
-                params.append(bias)
-                grads.append(output_grad.sum(dim=0))
+        """Compute and accumulate the gradients of some weights, each item's at once."""
+        params: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        added: set[torch.Tensor] = set()
+        for weight, bias, parallel, uses in items:
+            if weight in added:
+                torch.autograd.backward(params, grads)
+                params, grads, added = [], [], set()
+            added.add(weight)
+            for x, output_grad in uses:
+                if parallel.sequence_parallel:
+                    x = gather_from_sequence_parallel_region(x, group=parallel.tp_group)
+                output_grad, x = prepare_input_tensors_for_wgrad_compute(output_grad, x)
+                params.append(weight)
+                grads.append(output_grad.t().matmul(x))
+                if bias is not None:
+                    params.append(bias)
+                    grads.append(output_grad.sum(dim=0))
         torch.autograd.backward(params, grads)
 
-    def _keep(self, *what: Any) -> None:
-        self._now[self._side()].append(_Kept(*what))
+    def _keep(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        parallel: Parallel,
+        *operands: torch.Tensor,
+    ) -> None:
+        now = self._now[self._side()]
+        key = weight, torch._C._current_graph_task_id()
+        before = now.pop(key).uses if key in now else ()  # it is due where its last use is
+        now[key] = _Kept(weight, bias, parallel, (*before, operands))
 
 
 class _Linear(LinearWithGradAccumulationAndAsyncCommunication):  # type: ignore[misc]

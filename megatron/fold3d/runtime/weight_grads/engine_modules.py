@@ -57,9 +57,6 @@ class EngineWeightGrads(SplitBackwards[Any]):
 
         Modules outside of transformer layers do not change, nor do norms and modules that are not
         Transformer Engine's, such as a router.
-
-        Args:
-            chunks: the model chunk of each stage whose weight gradients are delayed.
         """
         before = [*chain.from_iterable(self.modules.values())]
         self.modules = {stage: list(_splittable(chunk)) for stage, chunk in chunks.items()}

@@ -1,0 +1,197 @@
+// The code of delta_code.h on a GPU: the same messages as delta_code.cpp writes, but for the order of
+// blocks. A block of threads has a block of values. tests/delta_code_test.cpp runs these kernels on a
+// CPU. **No GPU has run this.**
+#include "delta_code.h"
+
+#ifndef LAUNCH
+#define LAUNCH(kernel, grid, stream) kernel<<<grid, kThreads, 0, stream>>>
+#define THREADS 512
+#endif
+
+using namespace fold3d::delta;
+
+namespace {
+
+constexpr int kThreads = THREADS;
+constexpr int kEach = kBlock / kThreads;  // values of a thread, one behind the other
+constexpr int kMostBlocks = 65535;        // of a grid; blocks of threads take turns with those of values
+
+unsigned grid_of(int64_t blocks) { return static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks); }
+
+// Returns the sum of what the threads before this one give, and sets `total` for all of them.
+__device__ unsigned sum_before(unsigned own, unsigned& total) {
+  __shared__ unsigned sums[2][kThreads];
+  const unsigned thread = threadIdx.x;
+  sums[0][thread] = own;
+  __syncthreads();
+  int side = 0;
+  for (unsigned reach = 1; reach < kThreads; reach *= 2, side ^= 1) {
+    sums[side ^ 1][thread] = sums[side][thread] + (thread >= reach ? sums[side][thread - reach] : 0);
+    __syncthreads();
+  }
+  total = sums[side][kThreads - 1];
+  const unsigned before = sums[side][thread] - own;
+  __syncthreads();  // the next sum overwrites them
+  return before;
+}
+
+// Adds bits to zeroed words that other threads add to as well.
+__device__ void add_bits(uint32_t* words, unsigned at, uint32_t bits) {
+  const uint64_t placed = uint64_t{bits} << (at % 32);
+  if (static_cast<uint32_t>(placed)) atomicOr(words + at / 32, static_cast<uint32_t>(placed));
+  if (placed >> 32) atomicOr(words + at / 32 + 1, static_cast<uint32_t>(placed >> 32));
+}
+
+__device__ uint32_t bits_at(const uint32_t* words, unsigned at, unsigned count) {
+  if (count == 0) return 0;
+  const unsigned last = (at + count - 1) / 32;
+  const uint64_t both = words[at / 32] | uint64_t{words[last]} << (last == at / 32 ? 0 : 32);
+  return static_cast<uint32_t>(both >> (at % 32)) & ((1u << count) - 1);
+}
+
+// One block of threads chooses the parameter from a sample, and counts the words used so far.
+__global__ void begin(const uint16_t* now, const uint16_t* old, int64_t count, int mantissa,
+                      uint32_t* message, uint32_t used) {
+  __shared__ double steps[kThreads];
+  __shared__ int guess;
+  const int64_t stride = sample_stride(count);
+  const int64_t num = (count + stride - 1) / stride;
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < num; i += kThreads)
+    sum += ldexp(static_cast<double>(folded(now[i * stride], old[i * stride])),
+                 exponent_of(old[i * stride], mantissa));
+  steps[threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    sum = 0;
+    for (int i = 0; i < kThreads; ++i) sum += steps[i];
+    guess = parameter_for(sum / num);
+  }
+  __syncthreads();
+  int best = guess;
+  unsigned fewest = ~0u;
+  for (int parameter = guess - kNear; parameter <= guess + kNear; ++parameter) {
+    unsigned bits = 0, all;
+    for (int64_t i = threadIdx.x; i < num; i += kThreads) {
+      const Code code = code_of(now[i * stride], old[i * stride], mantissa, parameter);
+      bits += code.ones + 1 + code.low_bits;
+    }
+    sum_before(bits, all);
+    if (all < fewest) fewest = all, best = parameter;
+  }
+  if (threadIdx.x == 0) {
+    message[0] = static_cast<uint32_t>(best);
+    message[1] = used;
+  }
+}
+
+__global__ void encode(const uint16_t* now, const uint16_t* old, int64_t count, int mantissa,
+                       uint32_t* message, int64_t capacity) {
+  __shared__ uint32_t words[kOnesWords + kLowWords];
+  __shared__ uint32_t first_word;
+  const int parameter = static_cast<int>(message[0]);
+  for (int64_t block = blockIdx.x; block * kBlock < count; block += gridDim.x) {
+    const int64_t first = block * kBlock + threadIdx.x * kEach;
+    Code codes[kEach];
+    unsigned own_ones = 0, own_low = 0, ones_bits, low_bits;
+    for (int i = 0; i < kEach; ++i) {
+      codes[i] = {};
+      if (first + i >= count) continue;
+      codes[i] = code_of(now[first + i], old[first + i], mantissa, parameter);
+      own_ones += codes[i].ones + 1;
+      own_low += codes[i].low_bits;
+    }
+    unsigned ones_at = sum_before(own_ones, ones_bits), low_at = sum_before(own_low, low_bits);
+    const unsigned num_ones = (ones_bits + 31) / 32, num_words = num_ones + (low_bits + 31) / 32;
+    // Zeros are written into ones, and ones into zeros.
+    for (unsigned i = threadIdx.x; i < num_words; i += kThreads) words[i] = i < num_ones ? ~0u : 0;
+    if (threadIdx.x == 0) first_word = atomicAdd(message + 1, num_words);
+    __syncthreads();
+    for (int i = 0; i < kEach && first + i < count; ++i) {
+      ones_at += codes[i].ones + 1;
+      atomicAnd(words + (ones_at - 1) / 32, ~(1u << ((ones_at - 1) % 32)));
+      add_bits(words + num_ones, low_at, codes[i].low);
+      low_at += codes[i].low_bits;
+    }
+    __syncthreads();
+    if (first_word + num_words <= capacity) {
+      for (unsigned i = threadIdx.x; i < num_words; i += kThreads) message[first_word + i] = words[i];
+      if (threadIdx.x == 0) {
+        message[kHeader + 2 * block] = first_word;
+        message[kHeader + 2 * block + 1] = num_ones;
+      }
+    }
+    __syncthreads();  // the next block overwrites them
+  }
+}
+
+__global__ void decode(const uint32_t* message, uint16_t* values, int64_t count, int mantissa) {
+  __shared__ uint16_t ends[kBlock];  // of each value's ones
+  const int parameter = static_cast<int>(message[0]);
+  for (int64_t block = blockIdx.x; block * kBlock < count; block += gridDim.x) {
+    const uint32_t* const part = message + message[kHeader + 2 * block];
+    const unsigned num_ones = message[kHeader + 2 * block + 1];
+    const unsigned of_each = (num_ones + kThreads - 1) / kThreads;
+    const unsigned begin_word = threadIdx.x * of_each;
+    unsigned own = 0, total;
+    for (unsigned i = begin_word; i < begin_word + of_each && i < num_ones; ++i) own += __popc(~part[i]);
+    unsigned value = sum_before(own, total);
+    for (unsigned i = begin_word; i < begin_word + of_each && i < num_ones; ++i)
+      for (uint32_t zeros = ~part[i]; zeros; zeros &= zeros - 1)
+        ends[value++] = static_cast<uint16_t>(32 * i + __ffs(static_cast<int>(zeros)) - 1);
+    __syncthreads();
+    const int64_t first = block * kBlock + threadIdx.x * kEach;
+    Code codes[kEach];
+    own = 0;
+    for (int i = 0; i < kEach && first + i < count; ++i) {
+      const int place = threadIdx.x * kEach + i;
+      codes[i].ones = static_cast<uint16_t>(ends[place] - (place ? ends[place - 1] + 1 : 0));
+      codes[i].low_bits = low_bits_of(codes[i].ones, values[first + i], mantissa, parameter);
+      own += codes[i].low_bits;
+    }
+    unsigned at = sum_before(own, total);
+    for (int i = 0; i < kEach && first + i < count; ++i) {
+      codes[i].low = static_cast<uint16_t>(bits_at(part + num_ones, at, codes[i].low_bits));
+      at += codes[i].low_bits;
+      values[first + i] = value_of(codes[i], values[first + i]);
+    }
+    __syncthreads();  // the next block overwrites them
+  }
+}
+
+__global__ void hash(const uint16_t* values, int64_t count, unsigned long long* sum) {
+  unsigned long long own = 0;
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads)
+    own += hashed(values[i], static_cast<uint32_t>(i));
+  __shared__ unsigned long long of_block;
+  if (threadIdx.x == 0) of_block = 0;
+  __syncthreads();
+  atomicAdd(&of_block, own);
+  __syncthreads();
+  if (threadIdx.x == 0) atomicAdd(sum, of_block);
+}
+
+}  // namespace
+
+// As the functions of these names in delta_code.cpp, in order on `stream`; all memory is the GPU's.
+extern "C" int fold3d_delta_encode(const uint16_t* now, const uint16_t* old, int64_t count, int mantissa,
+                                   uint32_t* message, int64_t capacity, cudaStream_t stream) {
+  const int64_t blocks = num_blocks(count);
+  LAUNCH(begin, 1, stream)(now, old, count, mantissa, message,
+                                    static_cast<uint32_t>(kHeader + 2 * blocks));
+  LAUNCH(encode, grid_of(blocks), stream)(now, old, count, mantissa, message, capacity);
+  return cudaGetLastError();
+}
+
+extern "C" int fold3d_delta_decode(const uint32_t* message, uint16_t* values, int64_t count, int mantissa,
+                                   cudaStream_t stream) {
+  LAUNCH(decode, grid_of(num_blocks(count)), stream)(message, values, count, mantissa);
+  return cudaGetLastError();
+}
+
+// Adds to `sum`, which the caller has zeroed.
+extern "C" int fold3d_delta_hash(const uint16_t* values, int64_t count, unsigned long long* sum,
+                                 cudaStream_t stream) {
+  LAUNCH(hash, grid_of(num_blocks(count)), stream)(values, count, sum);
+  return cudaGetLastError();
+}

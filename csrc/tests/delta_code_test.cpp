@@ -1,0 +1,161 @@
+// delta_code.cpp, and the kernels of delta_code.cu run by threads of a CPU: each decodes what the
+// other writes.
+#include <atomic>
+#include <barrier>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+// What CUDA has: a block of threads after the other, each thread a thread of the CPU.
+struct Place {
+  unsigned x;
+};
+using cudaStream_t = void*;
+thread_local Place threadIdx, blockIdx;
+Place gridDim;
+std::barrier<>* all_threads;
+void __syncthreads() { all_threads->arrive_and_wait(); }
+int __popc(unsigned bits) { return std::popcount(bits); }
+int __ffs(int bits) { return bits ? std::countr_zero(static_cast<unsigned>(bits)) + 1 : 0; }
+int cudaGetLastError() { return 0; }
+template <class T>
+T atomicAdd(T* to, T more) { return std::atomic_ref(*to).fetch_add(more); }
+void atomicOr(uint32_t* to, uint32_t bits) { std::atomic_ref(*to).fetch_or(bits); }
+void atomicAnd(uint32_t* to, uint32_t bits) { std::atomic_ref(*to).fetch_and(bits); }
+
+#define THREADS 64u
+template <class Kernel>
+auto launched(Kernel kernel, unsigned grid) {
+  return [=](auto... arguments) {
+    std::barrier<> barrier(THREADS);
+    all_threads = &barrier;
+    gridDim = {grid};
+    std::vector<std::jthread> threads;
+    for (unsigned thread = 0; thread < THREADS; ++thread)
+      threads.emplace_back([=] {
+        threadIdx = {thread};
+        for (unsigned block = 0; block < grid; ++block) {
+          blockIdx = {block};
+          kernel(arguments...);
+          __syncthreads();
+        }
+      });
+  };
+}
+
+#define __global__
+#define __device__
+#define __shared__ static
+#define LAUNCH(kernel, grid, stream) launched(kernel, (static_cast<void>(stream), grid))
+#define fold3d_delta_encode gpu_encode
+#define fold3d_delta_decode gpu_decode
+#define fold3d_delta_hash gpu_hash
+#include "../delta_code.cu"
+#undef fold3d_delta_encode
+#undef fold3d_delta_decode
+#undef fold3d_delta_hash
+
+using Values = std::vector<uint16_t>;
+extern "C" {
+void fold3d_delta_encode(const uint16_t*, const uint16_t*, int64_t, int, uint32_t*, int64_t);
+void fold3d_delta_decode(const uint32_t*, uint16_t*, int64_t, int);
+void fold3d_delta_hash(const uint16_t*, int64_t, uint64_t*);
+}
+
+namespace {
+
+uint16_t rounded(float value) {
+  return static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + 0x8000u) >> 16);
+}
+
+/// Old and new values: those of a training, with some of every kind between them.
+std::pair<Values, Values> stepped(size_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> weight(0, 0.02f), step(0, 1e-4f);
+  Values old(count), now(count);
+  for (size_t i = 0; i < count; ++i) {
+    const float value = weight(random);
+    old[i] = rounded(value);
+    now[i] = random() % 50 ? rounded(value + step(random)) : static_cast<uint16_t>(random());
+    if (random() % 50 == 0) old[i] = static_cast<uint16_t>(random());
+  }
+  return {old, now};
+}
+
+void each_decodes_what_the_other_writes() {
+  for (const size_t count : {1, 7, 4096, 4097, 3 * 4096 + 123}) {
+    for (const int mantissa : {7, 10}) {
+      const auto [old, now] = stepped(count, static_cast<unsigned>(count));
+      const int64_t capacity = static_cast<int64_t>(count) + 64;
+      std::vector<uint32_t> ours(capacity + 4), gpus(capacity + 4);
+      const auto n = static_cast<int64_t>(count);
+      fold3d_delta_encode(now.data(), old.data(), n, mantissa, ours.data(), capacity);
+      gpu_encode(now.data(), old.data(), n, mantissa, gpus.data(), capacity, nullptr);
+      CHECK(ours[0] == gpus[0]);  // the parameter
+      CHECK(ours[1] == gpus[1]);  // the size
+      CHECK(ours[1] <= capacity);
+      Values by_cpu = old, by_gpu = old;
+      fold3d_delta_decode(gpus.data(), by_cpu.data(), n, mantissa);
+      gpu_decode(ours.data(), by_gpu.data(), n, mantissa, nullptr);
+      CHECK(by_cpu == now);
+      CHECK(by_gpu == now);
+      uint64_t hash = 0;
+      unsigned long long gpus_hash = 0;
+      fold3d_delta_hash(now.data(), n, &hash);
+      gpu_hash(now.data(), n, &gpus_hash, nullptr);
+      CHECK(hash == gpus_hash);
+    }
+  }
+}
+
+void every_old_value_leads_to_every_kind_of_new_one() {
+  Values old(1 << 16);
+  for (size_t i = 0; i < old.size(); ++i) old[i] = static_cast<uint16_t>(i);
+  for (const unsigned step : {0u, 1u, 5u, 0x100u, 0x7FFFu, 0x8000u, 0xFFFFu}) {
+    Values now(old.size()), decoded = old;
+    for (size_t i = 0; i < old.size(); ++i) now[i] = static_cast<uint16_t>(old[i] + step);
+    const auto n = static_cast<int64_t>(old.size());
+    std::vector<uint32_t> message(n + 4);
+    fold3d_delta_encode(now.data(), old.data(), n, 7, message.data(), n);
+    fold3d_delta_decode(message.data(), decoded.data(), n, 7);
+    CHECK(decoded == now);
+  }
+}
+
+void a_message_that_does_not_fit_tells_its_size_and_writes_nothing_behind() {
+  const auto [old, now] = stepped(9000, 3);
+  std::vector<uint32_t> whole(9000), cut(100, 0xABCDABCD);
+  fold3d_delta_encode(now.data(), old.data(), 9000, 7, whole.data(), 9000);
+  fold3d_delta_encode(now.data(), old.data(), 9000, 7, cut.data(), 50);
+  CHECK(cut[1] == whole[1]);
+  for (size_t i = 50; i < cut.size(); ++i) CHECK(cut[i] == 0xABCDABCD);
+}
+
+void a_flipped_bit_and_exchanged_values_change_the_checksum() {
+  auto [old, now] = stepped(5000, 4);
+  uint64_t before, after;
+  fold3d_delta_hash(old.data(), 5000, &before);
+  for (const int bit : {0, 7, 15}) {
+    old[4321] ^= 1 << bit;
+    fold3d_delta_hash(old.data(), 5000, &after);
+    CHECK(before != after);
+    old[4321] ^= 1 << bit;
+  }
+  std::swap(old[10], old[4000]);
+  fold3d_delta_hash(old.data(), 5000, &after);
+  CHECK(before != after);
+}
+
+}  // namespace
+
+int main() {
+  RUN(each_decodes_what_the_other_writes);
+  RUN(every_old_value_leads_to_every_kind_of_new_one);
+  RUN(a_message_that_does_not_fit_tells_its_size_and_writes_nothing_behind);
+  RUN(a_flipped_bit_and_exchanged_values_change_the_checksum);
+}

@@ -1,0 +1,84 @@
+"""The code of ``--delta-param-gather``: what a step changed, in fewer bits, and back exactly.
+
+``csrc/delta_code.h`` has the code. It is built as C libraries, not as torch extensions: for CPUs by
+``make extension``, for GPUs by ``make build-cuda``.
+"""
+
+import ctypes
+import functools
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+
+from megatron.fold3d.config.gpu_settings import DELTA_LIBRARIES
+
+MANTISSAS = {torch.bfloat16: 7, torch.float16: 10}
+"""The bits of a mantissa, for each dtype that can be coded."""
+WORD = 4  # bytes
+SPARE_WORDS = 2  # what a decoder may read behind a message
+
+
+def encode(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Return the message from which `decode` makes ``new`` out of ``old``.
+
+    Args:
+        new: contiguous ``[num_values]`` of a dtype in `MANTISSAS`, of at least one value.
+        old: the same, of what the receivers hold.
+
+    Returns:
+        int32 words on the same device, as many as ``new`` has bytes for. The second one is how many
+        words the message takes; it is complete only if these are no more.
+    """
+    message = torch.empty(new.nbytes // WORD + 8, dtype=torch.int32, device=new.device)
+    mantissa = MANTISSAS[new.dtype]
+    _call("encode", new, old, new.numel(), mantissa, message, message.numel(), on=new.device)
+    return message
+
+
+def decode(message: torch.Tensor, values: torch.Tensor) -> None:
+    """Replace old values in place by new ones.
+
+    Args:
+        message: int32 words of `encode`, with `SPARE_WORDS` of memory behind them.
+        values: what `encode` had as ``old``.
+    """
+    _call("decode", message, values, values.numel(), MANTISSAS[values.dtype], on=values.device)
+
+
+def checksum(values: torch.Tensor) -> torch.Tensor:
+    """Return an int64 scalar that is the same for the same values, on their device.
+
+    Args:
+        values: contiguous ``[num_values]`` of a dtype in `MANTISSAS`.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    _call("hash", values, values.numel(), total, on=values.device)
+    return total
+
+
+def _call(name: str, *arguments: torch.Tensor | int, on: torch.device) -> None:
+    given = [
+        c_void_p(argument.data_ptr()) if isinstance(argument, torch.Tensor) else argument
+        for argument in arguments
+    ]
+    function = getattr(_library(on.type), f"fold3d_delta_{name}")
+    if on.type == "cpu":
+        function(*given)
+    elif error := function(*given, c_void_p(torch.cuda.current_stream(on).cuda_stream)):
+        raise RuntimeError(f"--delta-param-gather: {name} is refused by CUDA: error {error}")
+
+
+@functools.cache
+def _library(device: str) -> Any:
+    library = ctypes.CDLL(str(DELTA_LIBRARIES[device]))
+    stream = [c_void_p] * (device == "cuda")
+    for name, arguments in (
+        ("encode", (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64)),
+        ("decode", (c_void_p, c_void_p, c_int64, c_int)),
+        ("hash", (c_void_p, c_int64, c_void_p)),
+    ):
+        function = getattr(library, f"fold3d_delta_{name}")
+        function.argtypes = [*arguments, *stream]
+        function.restype = c_int if stream else None
+    return library

@@ -1,0 +1,25 @@
+"""The code of ``--delta-param-gather`` on a real GPU. `make build-cuda` comes first."""
+
+import pytest
+import torch
+
+from megatron.fold3d.runtime.grad_sync.delta_code import SPARE_WORDS, checksum, decode, encode
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [1, 4095, 4097, 1 << 22])
+def test_a_gpu_and_a_cpu_decode_what_the_other_writes(dtype: torch.dtype, count: int):
+    torch.manual_seed(count)
+    weight = 0.02 * torch.randn(count)
+    old, new = weight.to(dtype), (weight + 1e-4 * torch.randn(count)).to(dtype)
+    new[::50] = torch.randn(len(new[::50])).to(dtype)  # of any distance
+    for writer, reader in (("cuda", "cpu"), ("cpu", "cuda")):
+        message = encode(new.to(writer), old.to(writer))
+        assert int(message[1]) <= len(message)
+        received = torch.cat([message, message.new_zeros(SPARE_WORDS)]).to(reader)
+        values = old.to(reader, copy=True)
+        decode(received, values)
+        assert torch.equal(values.cpu().view(torch.int16), new.view(torch.int16))
+    assert checksum(new) == checksum(new.cuda()).cpu()
