@@ -93,6 +93,11 @@ FEATURES: Mapping[str, Features] = {
         "--preemptive-comm",
         num_ranks=4,
     ),
+    "coded gathers": Features(
+        f"{PIPELINE} --bf16 --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather --delta-param-gather on",
+        num_ranks=4,
+    ),
 }
 LAUNCHERS = ("torchrun", "patient")  # the latter waits for all ranks, as `srun` can
 

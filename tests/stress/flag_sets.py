@@ -331,16 +331,17 @@ class FlagSet:
         )
 
 
-def draw(seed: str, variants: int) -> tuple[list[FlagSet], list[str]]:
+def draw(seed: str, variants: int, having: str = "") -> tuple[list[FlagSet], list[str]]:
     """Draw a run of stock and legal runs of ours beside it; returns them, and what was refused.
 
     Args:
         seed: the same for the same draw.
         variants: how many runs of ours.
+        having: a setting that each run of ours has, if any.
     """
     dice = random.Random(seed)
     refused: list[str] = []
-    for _ in range(100):
+    for _ in range(1000 if having else 100):
         shared = _shared(dice)
         if problems := refusal(shared.stock(), shared.num_ranks):
             refused.append(problems)
@@ -348,6 +349,8 @@ def draw(seed: str, variants: int) -> tuple[list[FlagSet], list[str]]:
         found: dict[tuple[str, ...], FlagSet] = {}
         for _ in range(40):
             ours = _ours(shared, dice)
+            if having and having not in ours.settings:
+                continue
             problems = refusal_of(ours) or _another_order(ours)
             if problems:
                 refused.append(problems)
@@ -357,7 +360,7 @@ def draw(seed: str, variants: int) -> tuple[list[FlagSet], list[str]]:
                 return list(found.values()), refused
         if found:
             return list(found.values()), refused
-    raise AssertionError(f"seed {seed}: nothing legal in 100 draws, as {refused[-1]}")
+    raise AssertionError(f"seed {seed}: nothing legal, as {refused[-1:]}")
 
 
 def _shared(dice: random.Random) -> FlagSet:

@@ -237,6 +237,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first draw")
     parser.add_argument("--draws", type=int, default=1 << 30)
     parser.add_argument("--log", type=Path, default=Path("out/fuzz.jsonl"))
+    parser.add_argument("--having", default="", help="a setting of ours that each run has")
     parser.add_argument("--no-shrink", action="store_true")
     options = parser.parse_args()
     options.log.parent.mkdir(parents=True, exist_ok=True)
@@ -247,7 +248,7 @@ def main() -> int:
         for number in range(options.first, options.first + options.draws):
             if time.monotonic() > end_s:
                 break
-            variants, refused = draw(f"{options.seed}/{number}", VARIANTS)
+            variants, refused = draw(f"{options.seed}/{number}", VARIANTS, options.having)
             draws += 1
             counts["refused before it was run"] += len(refused)
             for result in compare(variants):
