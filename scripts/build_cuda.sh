@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 architecture=${1:-all-major}
-offload=${2:-megatron/fold3d/runtime/offload/_offload.so}
+offload=${2:-megatron/fold3d/runtime/offload/offload.cuda.so}
 delta_code=${3:-megatron/fold3d/runtime/grad_sync/delta_code.cuda.so}
 nvcc=${CUDA_HOME:+$CUDA_HOME/bin/}nvcc
 

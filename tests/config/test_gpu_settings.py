@@ -106,11 +106,11 @@ def test_training_asks_before_process_groups_exist(
 def test_a_missing_offload_library_is_found_before_the_run(
     parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str
 ) -> None:
-    monkeypatch.setattr(gpu_settings, "OFFLOAD_LIBRARY", tmp_path / "_offload.so")
+    monkeypatch.setattr(gpu_settings, "OFFLOAD_LIBRARY", tmp_path / "offload.cuda.so")
     (message,) = problems(parser, f"{AIAO} {flag}")
-    assert message.startswith(f"{flag} without {tmp_path / '_offload.so'}: ")
+    assert message.startswith(f"{flag} without {tmp_path / 'offload.cuda.so'}: ")
     assert message.endswith("; run: make build-cuda")
-    (tmp_path / "_offload.so").touch()
+    (tmp_path / "offload.cuda.so").touch()
     assert problems(parser, f"{AIAO} {flag}") == []
 
 

@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron.fold3d.config.fold3d_config import DeltaGather, Device, Offload
+from megatron.fold3d.config.fold3d_config import Device, Switch
 from megatron.fold3d.config.gpu_settings import traffic_classes
 from megatron.fold3d.config.recompute_flags import counts_or_auto
 from megatron.fold3d.config.schedule_flags import add_schedule_word, word_of
@@ -66,7 +66,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--offload-activations",
-        choices=get_args(Offload),
+        choices=get_args(Switch),
         default="off",
         help="Keep saved activations in host memory until their backward needs them: on moves all "
         "large ones, auto the inputs of recomputation, and no more of them than the GPU's memory "
@@ -80,7 +80,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--delta-param-gather",
-        choices=get_args(DeltaGather),
+        choices=get_args(Switch),
         help="With the distributed optimizer, gather what a step has changed in place of whole "
         "parameters: a few of their 16 bits, and the same parameters bit for bit. auto measures in "
         "the first step if that is faster, and leaves it otherwise (default: auto with --schedule "

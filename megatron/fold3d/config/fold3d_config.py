@@ -13,8 +13,7 @@ from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 
 Device = Literal["cuda", "cpu"]
-Offload = Literal["off", "auto", "on"]
-DeltaGather = Literal["off", "auto", "on"]
+Switch = Literal["off", "auto", "on"]
 
 # A slice has to take much longer than its launch, and much less than an activation's transfer.
 SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 1 << 19}
@@ -74,7 +73,7 @@ class Fold3DConfig:
     records_tp_sync: bool = False
     microbatch_flops: float = 0.0
     recomputed_flops: float = 0.0
-    offload_activations: Offload = "off"
+    offload_activations: Switch = "off"
     lazy_inter_segment: bool = False
     offload_everything: bool = False
     cuts_every_segment: bool = False
@@ -84,7 +83,7 @@ class Fold3DConfig:
     preemptive_comm: bool = False
     traffic_class: Mapping[str, int] = field(default_factory=dict)
     saved_bytes: int = 0
-    delta_param_gather: DeltaGather = "off"
+    delta_param_gather: Switch = "off"
 
     @property
     def choice(self) -> Choice:

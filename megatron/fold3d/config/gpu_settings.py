@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _RUNTIME = Path(__file__).parents[1] / "runtime"
-OFFLOAD_LIBRARY = _RUNTIME / "offload" / "_offload.so"
+OFFLOAD_LIBRARY = _RUNTIME / "offload" / "offload.cuda.so"
 DELTA_LIBRARIES = {  # with a dot in their names, no module of Python
     "cpu": _RUNTIME / "grad_sync" / "delta_code.cpu.so",
     "cuda": _RUNTIME / "grad_sync" / "delta_code.cuda.so",

@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
 from megatron.fold3d.config.bucket_flags import has_one_queue
-from megatron.fold3d.config.fold3d_config import DeltaGather
+from megatron.fold3d.config.fold3d_config import Switch
 from megatron.fold3d.config.schedule_flags import parts_of, word_of
 from megatron.fold3d.config.settings import asked
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK, VALUES
@@ -109,10 +109,10 @@ def may_defer(args: Namespace) -> bool:
     return gains and may_try(args, "step=next")
 
 
-def delta_param_gather(args: Namespace) -> DeltaGather:
+def delta_param_gather(args: Namespace) -> Switch:
     """Return what is asked for, or left to measured times where nothing refuses it."""
     is_auto = word_of(args).order == AUTO
-    asks: DeltaGather = args.delta_param_gather or ("auto" if is_auto else "off")
+    asks: Switch = args.delta_param_gather or ("auto" if is_auto else "off")
     if asks != "auto":
         return asks
     on = Namespace(**vars(args) | {"delta_param_gather": "on"})

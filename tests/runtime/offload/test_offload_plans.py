@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig, Offload
+from megatron.fold3d.config.fold3d_config import Fold3DConfig, Switch
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
@@ -15,7 +15,7 @@ from megatron.fold3d.runtime.plans import Plans
 from tests.configs import configured
 
 
-def config(offload: Offload, file: Path | None = None) -> Fold3DConfig:
+def config(offload: Switch, file: Path | None = None) -> Fold3DConfig:
     choice = Choice.plain("afab" if file is None else f"plan={file}", num_segments=1)
     job = None if offload == "off" else OffloadChoice()
     return configured(choice=choice, offload_activations=offload, offload=job)

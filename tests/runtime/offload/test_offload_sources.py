@@ -36,7 +36,7 @@ def test_pinned_memory_keeps_its_promises_under_the_address_sanitizer(tmp_path: 
 def test_the_library_compiles_and_says_what_is_wrong_without_a_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    library = tmp_path / "_offload.so"
+    library = tmp_path / "offload.cuda.so"
     build = [ROOT / "scripts/build_cuda.sh", "sm_80", library]
     subprocess.run(build, check=True, capture_output=True, timeout=250)
     monkeypatch.setattr(offload_library, "LIBRARY", library)
@@ -57,7 +57,7 @@ def test_the_library_compiles_and_says_what_is_wrong_without_a_driver(
 def test_the_library_copies_in_one_call_alone_or_one_by_one_as_the_driver_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    library = tmp_path / "_offload.so"
+    library = tmp_path / "offload.cuda.so"
     names = ("batched_copy.cpp", "pinned_pool.cpp", "offload.cpp")
     sources = [*(ROOT / "csrc" / name for name in names), Path(__file__).with_name("cuda_stub.cpp")]
     build = ["nvcc", "-std=c++20", "-shared", "-Xcompiler", "-fPIC,-Wall,-Werror", "-cudart=none"]
@@ -86,7 +86,7 @@ def test_the_library_copies_in_one_call_alone_or_one_by_one_as_the_driver_can(
 def test_without_the_library_a_gpu_run_is_told_how_to_build_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(offload_library, "LIBRARY", tmp_path / "_offload.so")
+    monkeypatch.setattr(offload_library, "LIBRARY", tmp_path / "offload.cuda.so")
     offload_library._library.cache_clear()
     with pytest.raises(ImportError, match="run: make build-cuda"):
         offload_library.PinnedMemory(4096)

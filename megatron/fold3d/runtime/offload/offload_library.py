@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-LIBRARY = Path(__file__).with_name("_offload.so")
+LIBRARY = Path(__file__).with_name("offload.cuda.so")
 _THREADS = 8  # fault the pages in; more threads do not add memory bandwidth
 
 
