@@ -105,7 +105,7 @@ def install_schedule(
         if executor is not None:
             stack.push(executor)
         if run.delta is not None:
-            stack.callback(run.delta.tell)
+            stack.push(run.delta.tell)
         return stack.pop_all()
 
 
