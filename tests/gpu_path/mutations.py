@@ -123,7 +123,7 @@ MUTATIONS = (
     Mutation(
         "sends are given up as soon as the next one begins",
         "transfers.p2p:P2P.send",
-        "or self._first_has_left):\n        self._leaving[0][1].wait()",
+        "or self._oldest_is_sent):\n        self._leaving[0][1].wait()",
         "or len(self._leaving) > 1):\n        pass",
     ),
     Mutation(

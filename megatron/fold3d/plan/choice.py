@@ -1,10 +1,10 @@
 """A choice: everything about a run's iterations that does not change what they compute.
 
-It is an order of computation, and what each segment does: who takes its optimizer's steps and when,
-where its weight gradients are computed, and when it recomputes. Users type it, logs print it,
-`search` ranks it, ``auto`` tries it, and `plan.compile.lower` makes a plan of it.
+A choice is an order of computation, and what each segment does: who takes its optimizer's steps and
+when, where its weight gradients are computed, and when it recomputes. Users type choices, logs
+print them, `search` ranks them, ``auto`` tries them, and `plan.compile.lower` makes plans of them.
 
-    aiao:step=next:wgrad=behind@1,3        of 4 segments, so that ``wgrad`` of 0 and 2 is backward
+    aiao:step=next:wgrad=behind@1,3        with 4 segments, 0 and 2 have ``wgrad=backward``
 """
 
 from collections.abc import Iterable
@@ -26,11 +26,11 @@ class Segment:
     """What a segment does; all of its stages do the same.
 
     Attributes:
-        optimizer: whether, with the distributed optimizer, every replica steps its shard of the
-            segment or all of it. Without that optimizer all is stepped in any case.
-        step: whether the step ends the iteration, or is taken before the next forward.
-        wgrad: where weight gradients are computed: in the backwards, behind the segment's own
-            backwards, behind all of the rank, or wherever a rank would wait.
+        optimizer: whether every replica steps its shard of the segment, or the whole segment.
+            Without the distributed optimizer every replica steps whole segments in any case.
+        step: whether the step ends the iteration, or precedes the next iteration's forwards.
+        wgrad: where weight gradients are computed: in the backwards, after the segment's own
+            backwards, after all backwards of the rank, or wherever the rank would wait.
         recompute: whether full recomputation is a part of the backward, or runs before it.
     """
 
@@ -40,7 +40,7 @@ class Segment:
     recompute: Literal["late", "early"] = "late"
 
 
-_STATES = {field.name for field in fields(Segment)}  # keys that segments have a value of
+_STATES = {field.name for field in fields(Segment)}  # keys that have a value for each segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Choice:
     Attributes:
         order: a name of `plan.schedule_word.ORDERS`, or ``plan=`` and a file.
         group: micro-batches per group of ``interleaved``; None is one per rank.
-        ahead: forwards that 1F1B runs ahead per rank behind; None is the schedule's own.
+        ahead: forwards that 1F1B runs ahead for each rank behind; None is the schedule's default.
         held: the most micro-batches that a rank holds with ``wgrad=gaps``; None adds no limit.
-        share: the part of a sum behind the backwards, with ``step=next``; None is what fits there.
-        slices: whether sums are cut into slices before computations; None is as links need it.
-        slice_bytes: bytes of gradients that are summed at once; None is as links need it.
+        share: with ``step=next``, the part of a sum that follows the backwards; None is measured.
+        slices: whether sums are cut into slices before computations; None depends on the links.
+        slice_bytes: bytes of gradients that are summed at once; None depends on the links.
         pairs: whether neighbouring micro-batches are computed in pairs; None is False.
     """
 
@@ -78,17 +78,17 @@ class Choice:
         """Read a word.
 
         Raises:
-            ValueError: it is no word, names a segment that there is not, or leaves a key to `auto`.
+            ValueError: the text is no word, names an unknown segment, or leaves a key to ``auto``.
         """
         from megatron.fold3d.plan.schedule_word import Word
 
         return cls.plain("", num_segments).chosen(Word.parse(text))
 
     def chosen(self, word: "Word") -> Self:
-        """Return what a word chooses, in place of these values.
+        """Return this choice with the values that a word gives.
 
         Raises:
-            ValueError: it names a segment that there is not, or leaves a key to ``auto``.
+            ValueError: the word names an unknown segment, or leaves a key to ``auto``.
         """
         from megatron.fold3d.plan.schedule_word import AUTO, READ, VALUES
 
@@ -110,7 +110,7 @@ class Choice:
         return replace(choice, **options)
 
     def __str__(self) -> str:
-        """Return the word that ``--schedule`` takes for it: the inverse of `chosen`."""
+        """Return the choice as a word of ``--schedule``: the inverse of `chosen`."""
         from megatron.fold3d.plan.schedule_word import VALUES, Part, Word
 
         parts = list[Part]()
@@ -130,18 +130,18 @@ class Choice:
 
     @property
     def schedule(self) -> str:
-        """The schedule that runs, or that ``auto`` begins with; a file's is not known here."""
+        """The schedule that runs, or that ``auto`` begins with; for a file, the order as given."""
         is_open = self.order in _OPEN
         return stock_schedule(len(self.segments)) if is_open else self.order
 
     @property
     def carries(self) -> bool:
-        """Whether sums and steps of some segment reach into the next iteration."""
+        """Whether sums and steps of a segment reach into the next iteration."""
         return any(segment.step == "next" for segment in self.segments)
 
     @property
     def splits(self) -> bool:
-        """Whether weight gradients of some segment are apart from their backwards."""
+        """Whether weight gradients of a segment are computed apart from its backwards."""
         return any(segment.wgrad != "backward" for segment in self.segments)
 
     @property
@@ -162,7 +162,7 @@ class Choice:
         return stages_of(self.where(**state), num_ranks)
 
     def changed(self, segments: Iterable[int] | None = None, **state: Any) -> Self:
-        """Return the choice with other values of some segments; None is all of them."""
+        """Return the choice with other values for some segments; None is all segments."""
         some = range(len(self.segments)) if segments is None else [*segments]
         return replace(
             self,
@@ -178,7 +178,7 @@ class Choice:
 
 
 def file_of(order: str) -> Path | None:
-    """Return the file of an order that is a plan of the user's."""
+    """Return the file of a ``plan=`` order; None for other orders."""
     _, _, file = order.partition("=")
     return Path(file) if file else None
 
@@ -195,7 +195,7 @@ def free_values(
 
     Args:
         defers: whether sums and steps may reach into the next iteration.
-        delays: whether weight gradients may be apart from their backwards.
+        delays: whether weight gradients may be computed apart from their backwards.
         replicates: whether every replica may step segments in full.
         reduces_early: whether sums may start between weight gradients.
     """

@@ -1,8 +1,7 @@
 """The recipe: from a job to the plan that runs.
 
-Executor, simulator, planner and commands all call `lower` with a `Job`, so that the plan that is
-simulated is the plan that runs. Only the passes that a job needs are imported. They run in this
-order:
+Executor, simulator, planner and commands all call `lower` with a `Job`, so the simulated plan is
+the plan that runs. Only the passes that a job needs are imported. Passes run in this order:
 
 order ──> delay_weight_grads ──> recompute_early ──> add_param_gather or shard_params
 ──> add_offload ──> add_p2p ──> pair_microbatches ──> DP.sync ──> carry_grad_sync ──> gather_later
@@ -37,24 +36,24 @@ Shards = Literal["off", "weights", "gradients"]
 class Job:
     """All that decides the plan of a run's iterations.
 
-    It is made of a run's flags, or of a candidate of a search. A search changes its choice, and a
-    measurement its shares.
+    A run's flags, or a candidate of a search, make a job. A search changes the job's choice, and a
+    measurement changes its shares.
 
     Attributes:
         num_microbatches: micro-batches of an iteration; 0 while it is not known.
-        order: takes the place of the order that the choice names: a file's, or with the weight
-            gradients that fill gaps. The other actions that it has stay as they are.
+        order: replaces the order that the choice names: the plan of a file, or an order whose
+            weight gradients fill gaps. Its actions other than computations stay as they are.
         steps_shards: whether the optimizer is distributed: each replica steps a shard of a stage.
         gathers_params: whether actions of the plan gather parameters that are stepped in shards.
-        shards: what a replica keeps its shard of alone: parameters of a stage that does not
-            compute, and gradients too, once they are reduced.
-        grad_sync: whether DP.sync starts behind each stage's last backward, behind all backwards,
-            or as stock Megatron starts it.
+        shards: what a replica keeps only in its shard: parameters of a stage that does not compute,
+            and with ``gradients`` also gradients that have been reduced.
+        grad_sync: whether DP.sync starts after each stage's last backward, after all backwards, or
+            where stock Megatron starts it.
         reduces_early: whether DP.sync may start between weight gradients.
-        receives_late: whether receives are posted where they hold up nothing in a shared queue.
-        receives_ahead: how many computations ahead receives are posted that are not late.
+        receives_late: whether receives are posted late enough to block nothing in a shared queue.
+        receives_ahead: how many computations ahead other receives are posted.
         shares: by stage, the part of a carried sum that starts in its iteration; empty is all.
-        parameter_share: bytes of a parameter, as a share of those of its gradient.
+        parameter_share: bytes of a parameter, divided by the bytes of its gradient.
         offload: which saved activations go to host memory, and how early they return.
         combined: whether stock runs forwards as one with backwards, to hide experts' all-to-alls.
     """
@@ -77,7 +76,7 @@ class Job:
 
     @classmethod
     def of(cls, order: Plan, choice: Choice | None = None, **fields: Any) -> Self:
-        """Return the job of an order; by default its segments do what is usual."""
+        """Return the job of an order; by default its segments have the default values."""
         return cls(
             choice=choice or Choice.plain("plan", order.num_segments),
             num_ranks=order.num_ranks,
@@ -90,8 +89,8 @@ class Job:
     def computed(self) -> Plan:
         """The order of computation.
 
-        Where weight gradients fill gaps and no order has them there, they are in their backwards:
-        `place_weight_grads` needs times to place them.
+        If weight gradients are to fill gaps and `order` is None, backwards still compute them:
+        `place_weight_grads` needs times to place weight gradients.
 
         Raises:
             PlanError: there is no such order.
@@ -113,9 +112,9 @@ class Job:
     def forwards(self) -> "Job":
         """The forwards alone, which evaluation runs.
 
-        Their order is the interleaved one of every schedule, since some forwards draw random
-        numbers here too. A group of p micro-batches, or of as many as the flags give, passes all
-        segments before the next one, so rank 0 buffers few of the last rank's outputs.
+        They have the interleaved order under every schedule, since some forwards draw random
+        numbers in evaluation too. A group of p micro-batches, or of the size that the flags give,
+        passes all segments before the next group, so rank 0 buffers few of the last rank's outputs.
         """
         segments = len(self.choice.segments)
         plain = Choice.plain("interleaved", segments, group=self.choice.group)
@@ -154,13 +153,13 @@ def lower(job: Job, *, transfers: bool = True) -> Plan:
     """Return the plan that runs: the order with the actions that the passes add.
 
     Args:
-        transfers: False leaves them out: the simulator sends a result when its computation ends.
+        transfers: False adds no transfers: the simulator sends a result when its computation ends.
 
     Raises:
         PlanError: the order cannot run, or the choice does not fit it.
     """
     choice, ranks, order = job.choice, job.num_ranks, job.computed
-    if job.grad_sync == "serial" and order.has(*SUM_OPS):  # Megatron sums behind all backwards
+    if job.grad_sync == "serial" and order.has(*SUM_OPS):  # Megatron sums after all backwards
         order = order.select(frozenset(Op) - SUM_OPS - UPDATE_OPS)
     plan, has_weights = order, order.has(*WEIGHT_OPS)
     behind = choice.where(wgrad="behind")
@@ -234,9 +233,10 @@ def lower(job: Job, *, transfers: bool = True) -> Plan:
 
 
 def _reduced_last(plan: Plan, carried: Sequence[int], job: Job) -> Iterator[int]:
-    """Yield the stages that a rank computes weight gradients of behind all of its backwards.
+    """Yield the stages whose weight gradients a rank computes after all of its backwards.
 
-    Little else overlaps their DP.sync, be it an all-reduce or to shards, unless it is carried.
+    Little else overlaps DP.sync of these stages, unless it is carried. That holds for an all-reduce
+    and for a reduction to shards.
     """
     for program in () if job.shards != "off" else plan.programs:
         behind = takewhile(lambda action: action.op is not Op.BACKWARD, reversed(program))

@@ -16,7 +16,7 @@ NCCL, torch, Megatron and FOLD3D. **No GPU has confirmed them.**
    (`ProcessGroupNCCL` makes its stream wait for an event of the current stream; `Copies` does the
    same.)
 4. Streams share ``CUDA_DEVICE_MAX_CONNECTIONS`` hardware queues. A queue starts items in the order
-   of issue. An item that waits, for its stream or an event, blocks all items behind it, of any
+   of issue. An item that waits for its stream or an event blocks all later items, of any
    stream. (CUDA C Programming Guide. Megatron demands 1 for tensor or context parallelism on GPUs
    before Blackwell; CUDA's default is 8.) CUDA does not say which streams share a queue: here they
    are assigned round-robin, in the order of their first use. A plan that ends with one queue ends
@@ -77,7 +77,7 @@ STREAM_OF: Mapping[Op, Stream] = {
     else Stream[op.name if row.place in _PER_OP else row.place.name]
     for op, row in TABLE.items()
 }
-"""What the host does at once has an item only where it waits for something."""
+"""An action of `Place.HOST` has an item of a stream only if it waits for something."""
 _OF_ODD = {Op.RECV_F: Stream.RECV_F_ODD, Op.RECV_B: Stream.RECV_B_ODD}
 
 
@@ -98,8 +98,8 @@ def stream_of(action: Action, *, alternates: bool, apart: Container[int] = ()) -
 def reduced_apart(program: Program, num_ranks: int) -> frozenset[int]:
     """Return the stages whose reductions have a stream of their own with one queue.
 
-    They are those of odd segments. Carried reductions have process groups of their own, and one
-    stream: the plan starts them in slices, of which none runs when the next is launched.
+    These are the stages of odd segments. Carried reductions have process groups of their own, and
+    one stream: the plan starts them in slices, and each slice has ended when the next is launched.
     """
     odd = {stage for stage, op, _ in program if op in SUM_OPS and stage // num_ranks % 2}
     return frozenset(odd - carried(program).keys())

@@ -2,7 +2,7 @@
 
 There are three forms, distinguished by their content: text, a CSV table, which may be one of
 ``torch.distributed.pipelining``, and the JSON of `fold3d plan --json`. Only ``programs`` of the
-JSON is read; the rest follows from it.
+JSON is read; all other fields follow from the programs.
 """
 
 import csv
@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.fold3d.plan.ir import Plan, PlanError, lines_of
 
 MOST_BYTES = 1 << 30
-"""The size limit of files that are read into memory; no plan, trace or cost table comes near."""
+"""The size limit of files that are read into memory, far above any plan, trace or cost table."""
 
 
 def read_file(path: Path) -> bytes:
@@ -23,7 +23,7 @@ def read_file(path: Path) -> bytes:
         ValueError: the file is too long; the message begins with its path.
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:  # some have no size before they are read
+    with path.open("rb") as file:  # a pipe has no size before it is read
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise ValueError(f"{path}: longer than {MOST_BYTES} bytes; is it another file?")

@@ -1,19 +1,19 @@
 """Actions and plans: a pipeline schedule as data.
 
 A `Plan` holds one program per pipeline rank and a program is a tuple of actions, run in order.
-The executor, the verifier, the simulator and the plots all read this one type, so none of them
-has an order of its own.
+The executor, the verifier, the simulator and the plots all read plans, so none of them has an order
+of its own.
 
 Text form, one word per action: ``2F0`` is stage 2's forward of micro-batch 0, ``2SEND_F0`` sends
-its output, ``2ALL_REDUCE`` sums the gradients of the whole stage. ``2ALL_REDUCE:250`` is the part
-of them that ends at 250 thousandths, and ``2W:250`` computes weight gradients up to a quarter of
-the work on them. ``str`` and ``from_str`` are inverse.
+its output, ``2ALL_REDUCE`` sums the gradients of the whole stage. ``2ALL_REDUCE:250`` sums the
+part of the gradients that ends at 250 thousandths, and ``2W:250`` computes weight gradients until a
+quarter of their work is done. ``str`` and ``from_str`` are inverse.
 
-A program runs again and again, so it is a loop. The loop of a *stage* begins behind its STEP: there
-its parameters are gathered, forwards and backwards run, and gradients are summed until the next
-STEP. What an action needs comes earlier in this loop. If it comes later in the program, it is of
-the iteration before. A part begins where the one before it in the loop ends. Three facts follow
-from places, and no reader has a rule of its own for them: `carried`, `hooked`, `Plan.flushes`.
+Every iteration runs the same program, so a program is a loop. The loop of a *stage* begins after
+its STEP: parameters are gathered, forwards and backwards run, and gradients are summed until the
+next STEP. What an action needs comes earlier in this loop. If the needed action comes later in the
+program, it belongs to the previous iteration. A part begins where the previous part in the loop
+ends. Three facts follow from the places of actions: `carried`, `hooked` and `Plan.flushes`.
 """
 
 import gc
@@ -71,8 +71,8 @@ class PlanError(ValueError):
 class Action(NamedTuple):
     """One step of one rank; ``stage`` is global: ``segment * num_ranks + rank``.
 
-    ``microbatch`` is what `OpScope` says: of a part it is where the part ends, in thousandths, and
-    None is all that is left of the stage.
+    `OpScope` says what ``microbatch`` means. For a part it is the end of the part, in thousandths;
+    None is the rest of the stage.
     """
 
     stage: int
@@ -90,7 +90,7 @@ class Action(NamedTuple):
         return WHOLE if self.microbatch is None else self.microbatch
 
     def until(self, end: int) -> Self:
-        """Return the part of a sum that ends at ``end`` thousandths; of all, it has no number."""
+        """Return the part of a sum that ends at ``end`` thousandths; `WHOLE` is spelled as None."""
         return self._replace(microbatch=end if end < WHOLE else None)
 
     @classmethod
@@ -166,7 +166,7 @@ class Plan:
 
     @property
     def flushes(self) -> bool:
-        """True if a step is taken at the end: all ranks then wait for the norm of all gradients."""
+        """True if a step ends its iteration: all ranks then wait for the norm of all gradients."""
         return any(
             op is Op.STEP and stage not in at_start
             for program in self.programs
@@ -175,7 +175,7 @@ class Plan:
         )
 
     def lowered(self, lower: Callable[[Program], Iterable[Action]]) -> "Plan":
-        """Return the plan with what ``lower`` makes of each program."""
+        """Return the plan in which ``lower`` has rewritten each program."""
         return Plan(tuple(tuple(lower(program)) for program in self.programs))
 
     def select(self, ops: Iterable[Op]) -> "Plan":
@@ -217,7 +217,7 @@ class Plan:
 def per_rank[**P](
     lower: Callable[Concatenate[Program, P], Iterable[Action]],
 ) -> Callable[Concatenate[Plan, P], Plan]:
-    """Make a pass of what rewrites the program of one rank, as most passes do."""
+    """Turn a function that rewrites one rank's program into a pass."""
 
     @wraps(lower)
     def lowered(plan: Plan, /, *args: P.args, **kwargs: P.kwargs) -> Plan:
@@ -234,15 +234,15 @@ def _last_microbatch(program: Program) -> int:
 
 
 def stages_of(segments: Iterable[int], num_ranks: int) -> tuple[int, ...]:
-    """Return the stages of some segments of all ranks."""
+    """Return the stages of these segments, on all ranks."""
     return tuple(segment * num_ranks + rank for segment in segments for rank in range(num_ranks))
 
 
 def carried(program: Program) -> dict[int, int]:
-    """Return the stages whose DP.sync reaches into the next iteration, with where it is over.
+    """Return the stages whose DP.sync reaches into the next iteration, and the index of their STEP.
 
-    Of such a stage, the STEP stands before the first forward; the value is its index. What stands
-    before it is about the gradients of the iteration before.
+    The STEP of such a stage stands before its first forward. Actions of the stage before the STEP
+    handle the gradients of the previous iteration.
     """
     begun: set[int] = set()
     steps: dict[int, int] = {}
@@ -259,7 +259,7 @@ def carried(program: Program) -> dict[int, int]:
 def hooked(program: Program) -> frozenset[int]:
     """Return the stages whose whole sum follows their last backward, with no computation between.
 
-    DDP's hooks may start it inside that backward.
+    DDP's hooks may start such a sum inside that backward.
     """
     found: set[int] = set()
     last: Action | None = None  # computation
@@ -285,7 +285,7 @@ def cell_of(plan: Plan, action: Action) -> dict[int, int]:
 
 
 def error_at(plan: Plan, marked: Mapping[int, int], text: str) -> PlanError:
-    """Add the grid below the message: a window of each rank's program, with marks as > <."""
+    """Return an error whose message ends with a window of each rank's program, marked with > <."""
     first, last = min(marked), max(marked)
     rows: dict[int, list[str]] = {}
     for rank in range(max(0, first - 1), min(plan.num_ranks, last + 2))[:MOST_SHOWN]:

@@ -1,4 +1,4 @@
-"""What a plan holds at once, by what the table of ops says that each action takes and gives back.
+"""What a plan holds at once: the table of ops says what each action takes and gives back.
 
 ==============  =====================================================  ===========
 saved           what a forward keeps for its backward, on the device   micro-batch
@@ -18,7 +18,7 @@ from megatron.fold3d.plan.ops import COPY_OPS, FREE_OPS, TABLE
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 
 _Held = tuple[int, int | None]
-"""Something in memory, of a micro-batch of a stage."""
+"""Stage and micro-batch of something in memory."""
 Moment = tuple[int, tuple[int, ...]]
 """The segment of a running backward, and the micro-batches that each segment holds meanwhile."""
 
@@ -27,8 +27,9 @@ def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
     """Return, per rank, the most (segment, micro-batch) activations on the device at once.
 
     Paper eqs. 6-7 multiply this count by the bytes of one activation. An offloaded activation
-    leaves the device after the rank's next ``depth`` computations, and is back from its RELOAD on:
-    see `add_offload`. An activation stays until its weight gradients, if delayed, are computed.
+    leaves the device after the rank's next ``depth`` computations, and is back when its RELOAD
+    begins: see `add_offload`. If weight gradients are delayed, an activation stays until its weight
+    gradients are computed.
     """
     return tuple(_peak(program, "saved", depth=depth) for program in plan.programs)
 
@@ -46,7 +47,7 @@ class HeldSizes:
 
     @classmethod
     def counted(cls, plan: Plan, most: int | None = None) -> "HeldSizes":
-        """Count micro-batches of a stage; one whose weight gradients are missing counts in full.
+        """Count micro-batches; each counts in full until its weight gradients are computed.
 
         Args:
             most: the limit of any rank; None is the fullest rank's peak with whole backwards.
@@ -82,10 +83,10 @@ class HeldSizes:
 
 
 def fullest(program: Program, num_ranks: int, num_segments: int) -> tuple[Moment, ...]:
-    """Return what a rank holds while backwards run, but for moments with less of each segment.
+    """Return what a rank holds while backwards run, without moments that hold less of each segment.
 
-    Between two backwards it holds no more than while the second runs, so one of these moments has
-    the most bytes, however many those of a micro-batch are in each segment.
+    Between two backwards a rank holds no more than while the second runs. So one of the returned
+    moments has the most bytes, whatever the bytes of a micro-batch in each segment are.
     """
     moments: dict[int, set[tuple[int, ...]]] = {}
     held = [0] * num_segments
@@ -108,7 +109,7 @@ def fullest(program: Program, num_ranks: int, num_segments: int) -> tuple[Moment
 
 
 def peak_recomputed(plan: Plan) -> tuple[int, ...]:
-    """Return, per rank, the most (segment, micro-batch) that are recomputed early at once.
+    """Return, per rank, the most early recomputations that are held at once.
 
     From its `R` until its backward, each holds as much as a forward without recomputation.
     """
@@ -124,15 +125,15 @@ def peak_resident(
     """Return the most bytes of parameters and gradients that a rank holds at once in an iteration.
 
     Args:
-        parameter_bytes: bytes of each of its stages' parameters, whole.
-        gradient_bytes: bytes of each of its stages' gradients, whole.
+        parameter_bytes: by stage of the rank, the bytes of its whole parameters.
+        gradient_bytes: by stage of the rank, the bytes of its whole gradients.
         replicas: the number of replicas that a stage is sharded over.
     """
     late = carried(program)
-    shared = replicas if _has(program, FREE_OPS) else 1
+    shared = replicas if _has_any(program, FREE_OPS) else 1
     parameters = {stage: size / shared for stage, size in parameter_bytes.items()}
     gradients = {**gradient_bytes}
-    if _has(program, {Op.FREE_GRAD}):
+    if _has_any(program, {Op.FREE_GRAD}):
         gradients |= dict.fromkeys(gradient_bytes.keys() - late.keys(), 0.0)
     peak = sum(parameters.values()) + sum(gradients.values())
     for stage, op, _ in program:
@@ -154,8 +155,8 @@ def peak_resident(
 def peak_on_host(program: Program, bytes_of_stage: Mapping[int, int]) -> Counter[int]:
     """Return, for each size, the most activations of that size in host memory at once.
 
-    They are counted from their OFFLOAD until their backward, by which their RELOAD has ended.
-    Stages that are not in ``bytes_of_stage`` do not count.
+    An activation counts from its OFFLOAD until its backward, by which its RELOAD has ended. Stages
+    that are not in ``bytes_of_stage`` do not count.
     """
     peaks: Counter[int] = Counter()
     for size in set(bytes_of_stage.values()):
@@ -164,7 +165,7 @@ def peak_on_host(program: Program, bytes_of_stage: Mapping[int, int]) -> Counter
     return +peaks
 
 
-def _has(program: Program, ops: Iterable[Op]) -> bool:
+def _has_any(program: Program, ops: Iterable[Op]) -> bool:
     return not {op for _, op, _ in program}.isdisjoint(ops)
 
 
@@ -175,10 +176,10 @@ def _peak(
     *,
     depth: int = 1,
 ) -> int:
-    """Return the most micro-batches that a rank holds at once, of all stages or of some.
+    """Return the most micro-batches for which a rank holds ``what`` at once, in these stages.
 
-    An action takes it when it begins, and gives it back when it ends. What a copy frees is free
-    when ``depth`` more computations have run.
+    An action takes memory when it begins, and gives memory back when it ends. A copy frees memory
+    ``depth`` computations later.
     """
     now = peak = 0
     split = split_stages(program) if what == "saved" else frozenset()
@@ -193,7 +194,7 @@ def _peak(
         given = [mine] if what in row.gives else []
         if action.op is Op.BACKWARD and action.stage in split:  # its weight gradients still read it
             given = []
-        elif action.op is Op.WEIGHT_PART:  # of every micro-batch a part: as if some were done
+        elif action.op is Op.WEIGHT_PART:  # a part of every micro-batch counts like some whole ones
             own = [each for each in held if each[0] == action.stage and held[each]]
             whole = in_parts.setdefault(action.stage, len(own))
             left = whole - whole * action.end // WHOLE

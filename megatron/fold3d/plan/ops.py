@@ -1,8 +1,8 @@
 """The table of ops: how each is spelled, what it occupies, needs, costs and holds.
 
-Text, verifier, simulator, memory, streams, traces and pages read this table; none of them has a
-list of ops or a rule per op of its own. A new op is a row here, a pass that puts it into plans, and
-a handler that runs it.
+Text, verifier, simulator, memory, streams, traces and pages read this table, and have no other list
+of ops or rule per op. A new op is a row here, a pass that puts it into plans, and a handler that
+runs it.
 """
 
 from collections.abc import Mapping
@@ -16,39 +16,39 @@ class Op(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    RECOMPUTE = "R"  # what the forward did not keep, where it comes before BACKWARD
+    RECOMPUTE = "R"  # full recomputation, where it runs before BACKWARD instead of inside
     WEIGHT = "W"  # weight gradients alone, where a schedule splits them from BACKWARD
-    WEIGHT_PART = "W:"  # those of all micro-batches, parameter by parameter, up to here
+    WEIGHT_PART = "W:"  # weight gradients of all micro-batches, some parameters at a time
     SEND_F = "SEND_F"  # output of `stage` goes to `stage + 1`
     RECV_F = "RECV_F"  # post the receive of the input of `stage`; its F waits for the tensor
     SEND_B = "SEND_B"  # gradient of the input of `stage` goes to `stage - 1`
     RECV_B = "RECV_B"  # post the receive of the gradient of the output of `stage`
     ALL_REDUCE = "ALL_REDUCE"  # start DP.sync of gradients: every replica gets the whole sum
-    REDUCE_SCATTER = "REDUCE_SCATTER"  # and here its shard of the sum
-    REDUCE_KEPT = "REDUCE_KEPT"  # start that of those that Megatron reads behind the backwards
-    FINALIZE = "FINALIZE"  # wait for it: there Megatron reads them
+    REDUCE_SCATTER = "REDUCE_SCATTER"  # the same, but every replica gets its shard of the sum
+    REDUCE_KEPT = "REDUCE_KEPT"  # start DP.sync of gradients that Megatron reads after backwards
+    FINALIZE = "FINALIZE"  # wait for REDUCE_KEPT, then let Megatron read these gradients
     STEP = "STEP"  # wait for the stage's sums, take the optimizer's step, zero the gradients
     ALL_GATHER = "ALL_GATHER"  # start the all-gather of the stage's updated parameters
-    FREE_PARAM = "FREE_PARAM"  # the stage's forwards are done: keep this replica's shard alone
+    FREE_PARAM = "FREE_PARAM"  # the stage's forwards are done: keep only this replica's shard
     ALL_GATHER_B = "ALL_GATHER_B"  # start the all-gather once more, for the backwards
     FREE_PARAM_B = "FREE_PARAM_B"  # the stage's backwards are done
-    FREE_GRAD = "FREE_GRAD"  # wait for the sums, and keep this replica's shard of them alone
+    FREE_GRAD = "FREE_GRAD"  # wait for the sums, and keep only this replica's shard of the sums
     OFFLOAD = "OFFLOAD"  # saved activations of (stage, microbatch) start to leave the device
-    RELOAD = "RELOAD"  # and start to come back
+    RELOAD = "RELOAD"  # offloaded activations start to come back
 
 
 class OpScope(Enum):
-    """What the number of an action is; the value is an example."""
+    """What the number of an action means; the value is an example."""
 
     MICROBATCH = "2F0"
     """A micro-batch."""
     PART = "2ALL_REDUCE:250"
-    """Where a part of the stage's gradients, or of the work on them, ends: in thousandths.
+    """The end, in thousandths, of a part of the stage's gradients or of the work on them.
 
-    None is all that is left.
+    No number is all that is left.
     """
     STAGE = "2STEP"
-    """Nothing: the action is about the whole stage."""
+    """The action has no number: it is for the whole stage."""
 
 
 class Place(StrEnum):
@@ -69,7 +69,7 @@ class Place(StrEnum):
 
 
 class Which(Enum):
-    """Which actions of an op are needed, of the same loop of a stage: see `plan.ir`."""
+    """Which actions of an op are needed, within one loop of a stage: see `plan.ir`."""
 
     SAME = "the one with the same number"
     EVERY = "all of the stage"
@@ -82,9 +82,9 @@ class Need:
     """An op that must have run before an action.
 
     Attributes:
-        beside: the need holds only where an action of this op, with the same number, is in the
-            plan; None is always.
-        step: from the stage of the action that needs it to the stage of the needed one.
+        beside: the need holds only if the plan has an action of this op with the same number;
+            None is always.
+        step: the stage of the needed action minus the stage of the action that needs it.
     """
 
     op: Op
@@ -94,25 +94,25 @@ class Need:
 
 
 class Row(NamedTuple):
-    """What is known of an op."""
+    """One op's row of the table."""
 
     scope: OpScope
     place: Place
     title: str
-    """What it does, for readers of diagrams."""
+    """What the op does, for readers of diagrams."""
     kind: str = ""
-    """Its color in diagrams: a key of `observe.report.palette.HUES`; if empty, it is not drawn."""
+    """Its color in diagrams, a key of `observe.report.palette.HUES`; empty is not drawn."""
     cost: str = ""
     """The field of `Costs` with its seconds."""
     needs: tuple[Need, ...] = ()
     takes: str = ""
-    """The memory that it takes when it begins: see `plan.memory`."""
+    """The memory that the op takes when it begins: see `plan.memory`."""
     gives: tuple[str, ...] = ()
-    """The memory that it gives back when it ends."""
+    """The memory that the op gives back when it ends."""
 
     @property
     def waits(self) -> str:
-        """What a rank does that waits for it, likewise."""
+        """What a rank does that waits for the op, for readers of diagrams."""
         return f"waits for {self.title}"
 
 
@@ -256,7 +256,7 @@ class Way(NamedTuple):
     send: Op
     receive: Op
     step: int
-    """From the stage of a computation to the one that reads its result."""
+    """The stage that reads a result, minus the stage that computes it."""
 
 
 FORTH = Way(Op.FORWARD, Op.SEND_F, Op.RECV_F, 1)
@@ -265,4 +265,4 @@ WAYS = (FORTH, BACK)
 PEER: Mapping[Op, int] = {way.send: way.step for way in WAYS} | {
     way.receive: -way.step for way in WAYS
 }
-"""From a rank to the one that a transfer connects it to."""
+"""By transfer op, the rank at the other end minus the own rank."""

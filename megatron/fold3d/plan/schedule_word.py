@@ -1,11 +1,11 @@
-"""The word that ``--schedule`` takes: an order of computation, and what else of it is chosen.
+"""The word that ``--schedule`` takes: an order of computation, and further choices.
 
     word   =  order { ":" key "=" value [ "@" segments ] }
     order  =  "stock" | "auto" | a name of `plan.schedules.SCHEDULES` | "plan=" file
 
 ``aiao:step=next:wgrad=behind@1,3`` is the order ``aiao``; optimizer steps reach into the next
-iteration, and weight gradients of segments 1 and 3 are computed behind the segment's backwards.
-Segments count from 0; ``4-7`` is all from 4 to 7, and a part without segments is for all of them.
+iteration, and weight gradients of segments 1 and 3 are computed after the segment's backwards.
+Segments count from 0; ``4-7`` is all from 4 to 7, and a part without segments is for all segments.
 No character of a word is special to a shell. Training, logs, `fold3d` and pages use this spelling.
 """
 
@@ -53,7 +53,7 @@ class Part:
     Attributes:
         key: a key of `VALUES`.
         value: as it is spelled.
-        segments: those that it is for, in ascending order; None is all.
+        segments: the segments that have the value, in ascending order; None is all.
     """
 
     key: str
@@ -99,7 +99,7 @@ class Word:
         return cls(order, tuple(parts))
 
     def written_out(self, num_segments: int) -> "Word":
-        """Return the word with the numbers of segments where a part is for all of them."""
+        """Return the word in which parts for all segments name every segment."""
         every = tuple(range(num_segments))
         parts = (
             replace(part, segments=every)
@@ -114,7 +114,7 @@ class Word:
         return next((part.value for part in self.parts if part.key == key), None)
 
     def number(self, key: str) -> Any:
-        """Return the number of a key that takes one; None if it is not given, or auto."""
+        """Return the number that a key is given; None if the key is not given, or ``auto``."""
         value = self.value(key)
         return None if value in (None, AUTO) else READ[VALUES[key][0]](value)
 
@@ -170,7 +170,7 @@ def _read_segments(word: str, text: str) -> Segments:
 
 
 def _check_apart(key: str, parts: Sequence[Part]) -> None:
-    """Refuse a key that has two values for a segment."""
+    """Refuse two values of a key for one segment."""
     named = [part.segments for part in parts if part.segments is not None]
     every = [segment for segments in named for segment in segments]
     if len(parts) > max(1, len(named)) or len({*every}) < len(every):

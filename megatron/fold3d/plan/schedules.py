@@ -2,8 +2,9 @@
 
 A generator yields only the computations of one rank; `passes` add transfers, gradient sync and
 offload. Every schedule runs forwards, backwards and weight gradients in the order of micro-batches,
-so all schedules sum gradients in the same order. Those of Zero Bubble (Qi et al., ICLR 2024) place
-weight gradients as if all computations took equally long; `place_weight_grads` uses given times.
+so all schedules sum gradients in the same order. Zero Bubble's schedules (Qi et al., ICLR 2024)
+place weight gradients as if all computations took equally long; `place_weight_grads` uses given
+times.
 
     p = num_ranks, v = num_segments, m = num_microbatches; rank 0 of p=2, v=2, m=3:
 
@@ -50,9 +51,9 @@ def shifted_critical_path(rank: int, num_ranks: int, num_microbatches: int) -> I
         here  F0 F1 F2 B0 B1 F3 B2 F4 B3 ...
 
     The third forward runs while this rank waits for its first gradient. From the second backward on
-    the order is 1F1B's, so no micro-batch is delayed. All other ranks run 1F1B, and so does this
-    one with fewer than three micro-batches. The schedule is faster than 1F1B if the last rank does
-    not recompute and the others recompute early, see `recompute_early`.
+    the order is 1F1B's, so no micro-batch is delayed. All other ranks run 1F1B. With fewer than
+    three micro-batches the last rank but one does so too. The schedule is faster than 1F1B if the
+    last rank does not recompute and the others recompute early, see `recompute_early`.
     """
     ahead = num_ranks - 1 - rank
     program = list(_one_f_one_b([rank], num_microbatches, ahead))
@@ -77,8 +78,8 @@ def interleaved(
     with twice the forwards ahead, for which stock Megatron has no name. Any number of
     micro-batches runs, including those that Megatron refuses: see `groups_of`. ``forwards_ahead``
     is Megatron's 2, or more for slower links: see `policy.forwards_ahead`. If there are several
-    groups, a rank runs at most two ahead, since its inputs for more come from the last rank too
-    late.
+    groups, a rank runs at most two groups ahead, since the last rank sends inputs for a third group
+    too late.
     """
     stages = _stages(rank, num_ranks, num_segments)
     groups = groups_of(num_microbatches, group_size, num_ranks)
@@ -100,8 +101,8 @@ def aiao(
 ) -> Iterator[Action]:
     """Yield all-in-all-out: all micro-batches pass one segment before the next (Sec. III-B).
 
-    Algorithm 1 as printed is `afab`. This one runs each micro-batch's backward of the last segment
-    as soon as it can. It takes the same time, but a rank holds at most ``2 (p - 1 - r) + 1`` of the
+    Algorithm 1 as printed is `afab`. `aiao` runs each micro-batch's backward of the last segment as
+    soon as possible. It takes the same time, but a rank holds at most ``2 (p - 1 - r) + 1`` of the
     last segment's activations instead of m, and the last rank only one micro-batch's logits.
     Slower links need ``forwards_ahead`` above 2, see `policy.forwards_ahead`.
     """
@@ -149,7 +150,7 @@ FORWARDS_AHEAD: Mapping[str, int] = {"1f1b": 1, "aiao": 2, "interleaved": 2}
 
 
 def check_sizes(num_ranks: int, num_segments: int, num_microbatches: int) -> None:
-    """Raise `PlanError` where a plan of these sizes is empty, or larger than any memory."""
+    """Raise `PlanError` if a plan of these sizes would be empty, or larger than any memory."""
     sizes = {"ranks": num_ranks, "segments": num_segments, "micro-batches": num_microbatches}
     for name, size in sizes.items():
         if size < 1:
@@ -176,8 +177,9 @@ def build(
     Args:
         schedule: one of `SCHEDULES`.
         group_size: micro-batches per group of ``interleaved``; the number of ranks if None.
-        forwards_ahead: forwards that ``1f1b``, ``interleaved`` and the last segment of ``aiao`` run
-            per rank behind before they alternate with backwards; `FORWARDS_AHEAD` if None.
+        forwards_ahead: forwards that a rank runs for each rank behind it, before forwards alternate
+            with backwards, in ``1f1b``, ``interleaved`` and the last segment of ``aiao``;
+            `FORWARDS_AHEAD` if None.
 
     Raises:
         PlanError: the name is unknown, a size is below one, a group is smaller than the number of
@@ -258,7 +260,7 @@ def groups_of(num_microbatches: int, group_size: int, num_ranks: int) -> list[ra
 def _split(
     order: Iterator[Action], rank: int, num_microbatches: int, *, delayed: int
 ) -> Iterator[Action]:
-    """Yield an order in which each weight gradient runs ``delayed`` backwards after its own."""
+    """Yield an order in which a WEIGHT runs ``delayed`` backwards after its own backward."""
     delayed = min(delayed, num_microbatches)
     for stage, op, microbatch in order:
         yield Action(stage, op, microbatch)

@@ -39,7 +39,7 @@ from megatron.fold3d.plan.passes.transfers import add_p2p
 _GATHERED_AGAIN = (Op.FREE_PARAM, Op.ALL_GATHER_B)
 _READ = (Op.REDUCE_KEPT, Op.FINALIZE)
 _SYNC = SUM_OPS | {Op.STEP, Op.ALL_GATHER, *_READ}
-_MAY_WRAP = SUM_OPS | {Op.STEP, Op.FREE_GRAD}  # what may be about the iteration before
+_MAY_WRAP = SUM_OPS | {Op.STEP, Op.FREE_GRAD}  # ops that may belong to the previous iteration
 _Need = tuple[int, Op, int | None]
 
 
@@ -47,7 +47,7 @@ _Need = tuple[int, Op, int | None]
 def verify(plan: Plan) -> None:
     """Check that the plan runs every micro-batch once, in order, and cannot deadlock.
 
-    If a plan has no transfers, those that `add_p2p` adds are checked.
+    If a plan has no transfers, `add_p2p` adds transfers before the check.
 
     Raises:
         PlanError: the plan is wrong; the message shows its grid with the wrong action marked.
@@ -72,7 +72,7 @@ def _check_actions(plan: Plan) -> AbstractSet[tuple[int, Op]]:
     """Check that each rank holds the actions of its own stages, each exactly once.
 
     Returns:
-        The stages and ops of its actions.
+        The (stage, op) pairs that the plan has.
     """
     found: dict[tuple[int, Op], list[int | None]] = defaultdict(list)
     for rank, program in enumerate(plan.programs):
@@ -111,7 +111,7 @@ def _check_actions(plan: Plan) -> AbstractSet[tuple[int, Op]]:
 
 
 def _check_sync(plan: Plan, found: AbstractSet[tuple[int, Op]]) -> None:
-    """Check that what a stage needs for its step is there, and that its sums fit its gathers."""
+    """Check that each stage has the sums that its step needs, and that sums fit all-gathers."""
     ops = {op for _, op in found} & _SYNC
     late = [carried(program) for program in plan.programs if ops]
     for stage in range(plan.num_stages) if ops else ():
@@ -203,7 +203,7 @@ def _check_progress(plan: Plan) -> None:
 class _Needs:
     """The actions of any rank that must precede an action, and the actions that have run.
 
-    They are the needs in the table of ops, and what follows a carried STEP.
+    These are the needs in the table of ops, and the needs that follow from a carried STEP.
     Needs are plain tuples: they compare equal to actions and are four times faster to make.
     """
 
@@ -211,11 +211,11 @@ class _Needs:
         ops = {op for program in plan.programs for _, op, _ in program}
         # A single rank hands its tensors to itself.
         sent = {way.compute: way.compute if plan.num_ranks == 1 else way.send for way in WAYS}
-        # By op: the needed ops of one action each, this many stages away, with the same number.
+        # By op: the distance in stages to a needed action with the same number, and its op.
         self.rules: dict[Op, tuple[tuple[int, Op], ...]] = dict.fromkeys(ops, ())
-        # The same, of its own stage, where the first op stands beside the action.
+        # By op: if the plan has the first op beside an action, the action needs the second.
         self.conditional: dict[Op, tuple[tuple[Op, Op], ...]] = dict.fromkeys(ops, ())
-        self.others: dict[_Need, list[_Need]] = {}  # of all of a stage's actions
+        self.others: dict[_Need, list[_Need]] = {}  # by action, all other needs
         every: dict[Op, list[Need]] = defaultdict(list)
         for op in ops:
             for need in TABLE[op].needs:
@@ -244,9 +244,10 @@ class _Needs:
     def _add_every(
         self, program: Program, needs: Mapping[Op, Sequence[Need]], steps: Mapping[int, int]
     ) -> None:
-        """Let the actions of some ops need all actions of others of their stage, or those before.
+        """Add the needs for all actions of an op in the same stage, or for its parts up to an end.
 
-        Up to a carried STEP, what some ops need later in the program is of the iteration before.
+        Before a carried STEP, an op of `_MAY_WRAP` needs only actions that stand before it: later
+        ones belong to the previous iteration.
         """
         concerned = needs.keys() | {need.op for found in needs.values() for need in found}
         places: dict[tuple[int, Op], list[int]] = defaultdict(list)
@@ -270,7 +271,7 @@ class _Needs:
     def _add_carried(
         self, program: Program, steps: Mapping[int, int], ops: AbstractSet[Op]
     ) -> None:
-        """Add what follows a carried STEP, and what the iteration before has left for it."""
+        """Add the needs that follow from a carried STEP; the previous iteration has met some."""
         for stage in steps:
             step = (stage, Op.STEP, None)
             self.done.add((stage, Op.FINALIZE, None))
@@ -279,7 +280,7 @@ class _Needs:
         if Op.FREE_GRAD not in ops:
             return
         freed = {a.stage for a in program if a.op is Op.FREE_GRAD and a.stage in steps}
-        for action in program:  # its gradients are freed before new ones are added there
+        for action in program:  # old gradients are freed before new ones are added
             if action.op is Op.BACKWARD and action.stage in freed:
                 free = (action.stage, Op.FREE_GRAD, None)
                 self.others.setdefault(action, []).append(free)
@@ -301,7 +302,7 @@ class _Needs:
 
 
 def _deadlock(plan: Plan, position: list[int], blocked: Mapping[_Need, list[int]]) -> PlanError:
-    """Name the action that each stopped rank waits for; actions that no rank has come first."""
+    """Name the action that each stopped rank waits for; an action that no rank has comes first."""
     waits = {rank: Action(*need) for need, ranks in blocked.items() for rank in ranks}
     for rank, need in waits.items():
         if need not in plan.programs[need.stage % plan.num_ranks]:

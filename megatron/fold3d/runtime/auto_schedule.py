@@ -1,19 +1,20 @@
-"""``--schedule auto``, and what else a word leaves open: try what is predicted, keep the fastest.
+"""``--schedule auto`` and other values ``auto``: try what is predicted, keep the fastest.
 
     iteration  1       2         3 ..      n      n+1    n+2      n+3    n+4    n+5      n+6    ..
                starts  measured  searched  timed  timed  changes  timed  timed  changes  timed
     runs       the first choice ───────────────────────── second ─────────────── third ─────────
 
-The search runs in a process beside the first rank, and training goes on until it has ended.
+The search runs in a process beside the first rank, while training continues.
 
-The first choice is stock's order, or what the flags say but for what they leave to ``auto``. An
-iteration is timed from its first action to the end of its optimizer step, so evaluations and
-checkpoints are not counted. If an iteration's step is skipped, or the iteration is run again, it
-does not count and the next one takes its place. Each number of micro-batches has its own choice.
+The first choice is stock's order, or the choice of the flags without the values that they leave to
+``auto``. An iteration is timed from its first action to the end of its optimizer step, so
+evaluations and checkpoints are not counted. If an iteration's step is skipped, or the iteration is
+run again, it does not count and the next iteration takes its place. Each number of micro-batches
+has its own choice.
 
 If DP.sync reaches into the next iteration, a step that may be clipped has to wait for all gradients
-and gains nothing. So such a choice runs only while `DueSteps.is_free`, and is tried then; in
-between the fastest of the others runs.
+and gains nothing. So such a choice is tried and runs only while `DueSteps.is_free`. In between the
+fastest other choice runs.
 
 Keeps one invariant: all ranks choose in the same iteration, from the same numbers.
 """
@@ -56,9 +57,9 @@ class AutoSchedule(Feature):
 
     Args:
         config: the configuration of the run.
-        search: begins a search: `SearchProcess`, which is not importable from here.
+        search: begins a search: `SearchProcess`, which this room may not import.
         due: takes the steps that reach into the next iteration, if the run may have any.
-        delta: knows what is gathered of parameters, if they are coded.
+        delta: counts the bytes of all-gathers, if parameters are coded.
     """
 
     preparing = "the measurement of its links"
@@ -76,11 +77,11 @@ class AutoSchedule(Feature):
         self._device = torch.device(config.device)
         self._recorder = RunRecorder(self._device, delta)
         self._trials: dict[int, Trial] = {}
-        self._trained = 0  # iterations before a choice is told
+        self._trained = 0  # training iterations so far
         self._iterations = 0
         self._size = 0  # micro-batches of the iterations that `_iterations` counts
         self._index = 0  # of the choice that runs
-        self._first: Job | None = None  # what the flags say
+        self._first: Job | None = None  # the job of the flags
         self._chooses_all = config.choice.order == "auto"
 
         # While a search goes on: what was measured, and the search itself on the first rank.
@@ -98,7 +99,7 @@ class AutoSchedule(Feature):
         return self._due is None or self._due.is_free
 
     def decide(self, job: Job, rank: int) -> Job:
-        """Take account of the iteration before; return what runs now."""
+        """Count the previous iteration; return the job that runs now."""
         self._count()
         size, before = job.num_microbatches, (self._size, self._index)
         if size != self._size:
@@ -117,7 +118,7 @@ class AutoSchedule(Feature):
         return self._recorder.handlers(iteration, inner) if is_measured else {}
 
     def prepare(self, iteration: Iteration) -> None:
-        """Search from the third training iteration on; start the clock if one is timed."""
+        """Search from the third training iteration on; start the clock of a timed iteration."""
         if not iteration.trains:
             return
         self._iterations += 1
@@ -134,7 +135,7 @@ class AutoSchedule(Feature):
             self._passed_s = clock(self._device)
 
     def step(self, take: Callable[[], Any]) -> Any:
-        """Take Megatron's optimizer step at the end of an iteration; note the times of both.
+        """Take Megatron's optimizer step; note its time and the time of the iteration that it ends.
 
         The second iteration's step is timed, unless stages are stepped by actions of their own.
 
@@ -151,7 +152,7 @@ class AutoSchedule(Feature):
         return outcome
 
     def close(self, error: BaseException | None) -> None:
-        """End the search; name the choice that ran in an error that it may be the reason of."""
+        """End the search; name the running choice in an error that it may have caused."""
         self._end_search()
         if self._index and isinstance(error, torch.OutOfMemoryError | PlanError):
             choices = self._trials[self._size].choices
@@ -187,7 +188,7 @@ class AutoSchedule(Feature):
         )
 
     def receive(self) -> None:
-        """Let the first rank broadcast what its search has found, once it has ended."""
+        """Let the first rank broadcast the choices that its search has found, once it has ended."""
         found: list[Any] = [self._running.answer() if self._running is not None else None]
         dist.broadcast_object_list(found, src=0)
         if found[0] is None:
@@ -203,7 +204,7 @@ class AutoSchedule(Feature):
         self._running = self._times = None
 
     def _advise(self, found: Predictions) -> None:
-        """Log what is good to know before the choices are tried."""
+        """Log advice before the choices are tried."""
         if dist.get_rank() != 0:
             return
         if found.sharded is not None:
@@ -223,7 +224,7 @@ class AutoSchedule(Feature):
             )
 
     def _now(self, first: Job) -> Job:
-        """Return what the iteration that begins runs; ``first`` until something is found."""
+        """Return the job of the iteration that begins: ``first`` until the search has ended."""
         trial, number = self._trials.get(self._size), self._iterations + 1
         if trial is not None:
             self._index = trial.current(free=self._is_free)
@@ -235,7 +236,7 @@ class AutoSchedule(Feature):
         return first
 
     def _count(self) -> None:
-        """Note the time of an iteration that has ended; with a choice's last one, compare."""
+        """Note the time of an iteration that has ended; compare choices after the last one."""
         trial, index, took_s = self._trials.get(self._size), self._index, self._took_s
         self._took_s = None
         if trial is None or took_s is None or not self._follows_itself:
@@ -254,7 +255,7 @@ class AutoSchedule(Feature):
         self._tell(trial)
 
     def _tell(self, trial: Trial) -> None:
-        """Log what is kept, unless some choices still have to be timed."""
+        """Log the kept choice, unless other choices still have to be timed."""
         if dist.get_rank() == 0 and not trial.untimed(free=self._is_free):
             flag, after = self._config.measuring_flag, self._trained
             logger.info("%s", trial.table(flag, free=self._is_free, after=after))

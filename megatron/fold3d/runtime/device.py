@@ -20,16 +20,16 @@ from megatron.fold3d.runtime.watcher import IsOver, Watcher
 
 
 class Launched(Protocol):
-    """What has been started, such as a `dist.Work`."""
+    """Work that has been started, such as a `dist.Work`."""
 
     def get_future(self) -> Any:
-        """Return a future that is done with it."""
+        """Return a future that is done when the work is done."""
 
     def is_completed(self) -> bool:
-        """Return True if it is over, without waiting for it."""
+        """Return True if the work is done, without waiting."""
 
     def wait(self) -> object:
-        """Wait for its result, which is then valid on the current stream."""
+        """Wait for the result, which is then valid on the current stream."""
 
 
 STREAMS: dict[str, Any] = {"cpu": torch.cpu, "cuda": torch.cuda}
@@ -58,7 +58,7 @@ def watcher_of(device: torch.device) -> Watcher:
 
 
 class Mark:
-    """A moment in the work issued to a device, as a time of the host's clock once it has passed."""
+    """A moment in the work issued to a device; once passed, it has a time of the host's clock."""
 
     __slots__ = ("_is_over", "_passed_s")
 
@@ -67,12 +67,12 @@ class Mark:
         self._passed_s: float | None = None
 
     def note(self) -> None:
-        """Note that the device has passed it by now, unless that is known."""
+        """Note the current time as the one at which the device passed, unless a time is known."""
         self._passed_s = self._passed_s or time.perf_counter()
 
     @property
     def passed_s(self) -> float | None:
-        """When the device passed it; None if it has not."""
+        """The time at which the device passed this mark; None if it has not."""
         if self._passed_s is None and self._is_over():
             self.note()
         return self._passed_s
@@ -87,8 +87,8 @@ class Mark:
 def mark_now(device: torch.device) -> Mark:
     """Record a mark on the current stream; in the watcher's thread, mark this moment.
 
-    On a GPU it is passed when the work issued before it on the stream is done. A `Watcher` sees
-    that within about 0.1 ms; its module says why no event is timed.
+    A GPU passes the mark when all work issued earlier on the stream is done. A `Watcher` notices
+    within about 0.1 ms; its module says why no event is timed.
     """
     if not runs_behind(device) or watcher_of(device).is_current:
         mark = Mark(lambda: True)
@@ -107,7 +107,7 @@ def call_when_done(
 ) -> bool:
     """Call ``end`` when collectives are done, without waiting for them.
 
-    Return False on a CPU if their works have no futures, such as those of gloo's reduce-scatter.
+    Return False on a CPU if a work has no future, such as the one of gloo's reduce-scatter.
     """
     if not works:
         return True
@@ -138,7 +138,7 @@ def on_current_stream(device: torch.device) -> AbstractContextManager[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all work that was issued to it."""
+    """Wait until the device has done all issued work."""
     streams_of(device).synchronize(device)
 
 
@@ -168,10 +168,10 @@ def device_bytes(device: torch.device) -> int | None:
 def free_device_bytes(device: torch.device) -> int | None:
     """Return the bytes of a GPU that a run may take beyond its peak so far; None on a CPU.
 
-    Memory of other processes, NCCL and CUDA itself is used. What the caching allocator has reserved
-    is used too, unless it is reusable. Whole segments that the peak leaves over are: the allocator
-    returns them to the driver before it fails. The free pieces of segments that tensors occupy in
-    part are not: they hold only what is no larger than they are.
+    Memory of other processes, of NCCL and of CUDA counts as used. So does memory that the caching
+    allocator has reserved, except for whole segments that the peak leaves over: the allocator
+    returns these to the driver before it fails. A free piece of a segment that tensors occupy in
+    part counts as used, since only a tensor that is no larger than the piece fits into it.
     """
     if device.type != "cuda":
         return None

@@ -1,6 +1,6 @@
-"""What begins and ends in an iteration, as features tell it to the recorder of a trace.
+"""The events of an iteration, which features report to the recorder of a trace.
 
-Keeps one invariant: a run without a trace loads no recorder. Its features tell `UNHEARD`.
+Keeps one invariant: a run without a trace loads no recorder. Its features report to `UNHEARD`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """The events of this rank; these are dropped, and those of a `Recorder` are kept.
+    """The events of this rank. This class drops them; its subclass `Recorder` keeps them.
 
     Attributes:
-        running: the action of the executor that runs, where its name is of use inside of it.
+        running: the action that the executor runs, if its handlers need its name.
     """
 
     running: Action | None = None
@@ -41,16 +41,16 @@ class Events:
     def collective(
         self, name: object, kind: str, launch: "Callable[[], Iterable[Launched]]"
     ) -> Callable[[], None]:
-        """Record a collective from its launch until it is done, without waiting for it.
+        """Record a collective from its launch until it is done, without waiting.
 
         Args:
             name: the name of the event.
             kind: the kind of the event.
-            launch: starts it and returns its works in flight, or an empty list if it is done.
+            launch: starts the collective; returns its works in flight, or nothing if it is done.
 
         Returns:
-            A function to call once the collective has been waited for: it ends the event if the
-            works cannot report their own end.
+            A function to call after the wait for the collective. It ends the event if the works
+            cannot report their own end.
         """
         launch()
         return no_end

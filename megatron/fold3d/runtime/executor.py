@@ -41,7 +41,7 @@ class Executor:
         self._plans = plans
         self._features = tuple(features)
         self._is_announced = False  # the plan, in the log
-        self._where: tuple[int, str] | None = None  # the rank, and where it is beside its program
+        self._where: tuple[int, str] | None = None  # the rank, and its place outside of the program
 
     def __call__(
         self,
@@ -61,9 +61,9 @@ class Executor:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """Train or evaluate on one batch; the keywords are those of Megatron's schedules.
+        """Train or evaluate on one batch, with the keywords of Megatron's schedules.
 
-        Of ``p2p_communicator`` only the pipeline's process group is used: the transfers are ours.
+        Only the process group of ``p2p_communicator`` is used, since features make the transfers.
 
         Returns:
             On the last pipeline rank the loss function's reports, one per micro-batch; else empty.
@@ -72,7 +72,7 @@ class Executor:
             return []  # `--eval-global-batch-size 0`: nothing is evaluated, with stock as well
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
-        if problems := [*script_problems(config)]:  # of a loop that is not Megatron's
+        if problems := [*script_problems(config)]:  # what a script has set without a flag
             raise ValueError("\n".join(problems))
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         pp_group = p2p_communicator.pp_group if p2p_communicator else groups.pp
@@ -162,7 +162,7 @@ class Executor:
 
 
 def _table(features: Sequence[Feature], iteration: Iteration, innermost: Handlers) -> Handlers:
-    """Return the handler of each op: the innermost ones, with the features' wrappers around."""
+    """Return the handler of each op: the innermost handlers, wrapped by the features."""
     table: dict[Op, Handler] = dict.fromkeys(Op, _refuse_action)
     table |= innermost
     for feature in reversed(features):
@@ -175,11 +175,11 @@ def _refuse_action(action: Action) -> None:
 
 
 def script_problems(config: Any, process_non_loss_data: object = None) -> Iterator[str]:
-    """Yield what only a script can ask for, without a flag, and a plan cannot run.
+    """Yield the settings that a script has made without a flag, and that no plan can run.
 
     Args:
         config: Megatron's configuration of the model.
-        process_non_loss_data: what the script hands to ``pretrain`` under nearly this name.
+        process_non_loss_data: ``process_non_loss_data_func`` of the script's ``pretrain``.
     """
     if config.variable_seq_lengths:
         yield (

@@ -1,17 +1,17 @@
 """`Feature` extends the executor by one capability; `Iteration` is the state that features share.
 
-The executor makes a new table of handlers by op for each iteration. Features fill it, from the
-innermost outwards: each receives the table so far, and returns handlers for its own ops and
-wrappers around the handlers of others. A feature that is off is not in the list.
+For each iteration the executor makes a new table with a handler for each op. Features fill the
+table, from the innermost outwards: each receives the table so far, and returns handlers for its own
+ops and wrappers around other features' handlers. A feature that is off is not in the list.
 
         features  [preemption, pairs, transfers, trace, grad sync, weight grads, offload]
                         outermost ──────────────────────────────────────> innermost
 
         a BACKWARD    transfers   take the gradient of the output, announce the next send
                         trace       note the begin of the computation
-                          grad sync   let DDP's hooks reduce, before the last one
-                            weight grads   keep what they are computed from
-                              offload     wait for what came back
+                          grad sync   let DDP's hooks reduce, before the last backward
+                            weight grads   keep their operands
+                              offload     wait for the reloaded activations
                                 Megatron's backward_step
 
 Keeps one invariant: a feature may change when something happens, never what is computed.
@@ -50,13 +50,13 @@ class Iteration:
         trains: False for an evaluation, which has forwards only.
         shapes: the shapes of received tensors, by op: ``[seq, batch, hidden]``.
         force_all_reduce: Megatron's argument of that name, for ``finalize_model_grads``.
-        ends: exit callbacks, which run when the iteration ends, also after an error.
+        ends: callbacks that run when the iteration ends, also after an error.
         saved: input and output of each forward whose backward has not run.
         inputs: stage inputs that were received and not used yet.
         outputs: stage outputs that were computed and not sent yet.
         output_grads: gradients of outputs that were received and not used yet.
         input_grads: gradients of inputs that were computed and not sent yet.
-        unfinished: by stage, the parameters whose gradients are not complete yet, where weight
+        unfinished: by stage, the parameters whose gradients are not complete yet, if weight
             gradients are computed parameter by parameter.
         num_tokens: the number of tokens over which Megatron averages the loss, 0-d int32.
         reports: the loss function's reports, one per micro-batch.
@@ -96,7 +96,7 @@ class Iteration:
 
     @property
     def hidden_bytes(self) -> int:
-        """The bytes of one hidden state, which is what a transfer carries."""
+        """The bytes of one hidden state, and so of one transfer."""
         num_elements = torch.Size(self.shapes[FORTH.receive]).numel()
         return int(num_elements * self.config.pipeline_dtype.itemsize)
 
@@ -117,10 +117,10 @@ class Feature:
     draining = "the end of its program"
 
     def decide(self, job: Job, rank: int) -> Job:
-        """Return what a training iteration runs in place of ``job``; outermost features first.
+        """Return the job that an iteration of training runs; outermost features first.
 
         Args:
-            job: what the flags say, or what the features before have made of it.
+            job: the job of the flags, or the one that outer features have returned.
             rank: this rank's position in the pipeline.
         """
         return job
@@ -133,12 +133,12 @@ class Feature:
 
         Args:
             iteration: the iteration that is about to run.
-            inner: the handler of each op so far; a handler that wraps another calls it.
+            inner: the handler of each op so far; a handler that wraps such a handler calls it.
         """
         return {}
 
     def drain(self, iteration: Iteration) -> None:
-        """Finish the work that the program has left in flight; innermost features first."""
+        """Finish all work that is in flight after the program; innermost features first."""
 
     def close(self, error: BaseException | None) -> None:
         """End the run, after an ``error`` or without; innermost features first."""
@@ -152,14 +152,14 @@ class Feature:
 
 
 def note_place(error: BaseException, rank: int, place: object) -> None:
-    """Add the pipeline rank's place, such as an action, to an error that has no such note yet."""
+    """Add a note with the pipeline rank's place, such as an action, to an error without one."""
     where = f"fold3d: rank {os.environ.get('RANK', '0')} (pipeline rank {rank}) was at "
     if not any(note.startswith(where) for note in getattr(error, "__notes__", ())):
         error.add_note(f"{where}{place}")
 
 
 def within(context: Callable[[Action], AbstractContextManager[object]], run: Handler) -> Handler:
-    """Return a handler that runs another one in a context, which is made of the action."""
+    """Return a handler that runs ``run`` in the context that ``context`` makes for the action."""
 
     def handler(action: Action) -> None:
         with context(action):

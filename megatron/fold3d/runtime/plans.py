@@ -1,7 +1,7 @@
-"""The jobs that a configuration says, one for each number of micro-batches, and verified plans.
+"""The jobs of a configuration, one for each number of micro-batches, and their verified plans.
 
-That number changes within a run: batch size ramp-up changes it between iterations, and
-evaluation may have its own.
+The number of micro-batches changes within a run: batch size ramp-up changes it between iterations,
+and evaluation may have another.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from megatron.fold3d.plan.verify import verify
 
 
 class Plans:
-    """Jobs of one configuration and their plans, cached once they are made.
+    """Jobs of one configuration and their plans, each made once.
 
     Attributes:
         name: the order of computation, in messages.
@@ -28,7 +28,7 @@ class Plans:
         self._plans: dict[Job, Plan] = {}
 
     def job(self, num_microbatches: int) -> Job:
-        """Return what training iterations run as long as nothing is measured or chosen.
+        """Return the job of training iterations as long as nothing is measured or chosen.
 
         Raises:
             PlanError: the user's plan has another size, or actions of a feature that is off.
@@ -59,7 +59,7 @@ class Plans:
         """Return the plan of an iteration; None for stock Megatron's schedule.
 
         Raises:
-            PlanError: it cannot run, or a model with these layers cannot be computed so.
+            PlanError: the plan cannot run, or a model with these layers cannot run it.
         """
         if self.name == "stock":
             return None

@@ -1,21 +1,21 @@
 """The passes that let DP.sync reach into the next iteration.
 
-`carry_grad_sync` takes a stage's step before its first forward of the next iteration:
+`carry_grad_sync` moves a stage's step before its first forward of the next iteration:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2ALL_REDUCE 0B0 0B1 0ALL_REDUCE 2STEP 0STEP
     after   rank 0  0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE
                     0B0 0B1 0REDUCE_KEPT 0ALL_REDUCE 2FINALIZE 0FINALIZE
 
-or, in a plan that gathers parameters, before their all-gather. `share_grad_sync` then leaves a part
-of each sum for the next iteration, here a half, in the order in which its forwards need it. Of the
-first stage, it starts when the backwards are done:
+In a plan that gathers parameters, the step moves before their all-gather. `share_grad_sync` then
+leaves a part of each sum, here a half, for the next iteration, in the order in which its forwards
+need the parameters. The first stage's rest starts when all backwards are done:
 
     before  rank 0  0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE 0B0 0B1 ...
     after   rank 0  2ALL_REDUCE 0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE:500
                     0B0 0B1 0REDUCE_KEPT 0ALL_REDUCE 2FINALIZE 0FINALIZE
 
-Where all-gathers follow the steps, what is left of a stage follows the all-gather of the stage
-before, so that the link carries data in the order in which the forwards need it.
+If all-gathers follow the steps, the rest of a stage's sum follows the all-gather of the previous
+stage, so the link carries data in the order in which the forwards need it.
 """
 
 from collections import defaultdict
@@ -32,8 +32,8 @@ _NEED_STEP = frozenset({Op.FORWARD, Op.ALL_GATHER})
 def carry_grad_sync(program: Program, stages: Container[int]) -> Iterator[Action]:
     """Let DP.sync of ``stages`` reach into the next iteration: paper Algorithm 2, the free split.
 
-    STEP is moved to right before the stage's ALL_GATHER or, without one, its first forward, behind
-    the forward's receive. What Megatron reads at the end of the iteration is summed by then.
+    STEP moves right before the stage's ALL_GATHER or, without one, between the receive of its first
+    forward and the forward. REDUCE_KEPT sums what Megatron reads at the end of the iteration.
     """
     already = carried(program)
     moved = {
@@ -63,12 +63,13 @@ def carry_grad_sync(program: Program, stages: Container[int]) -> Iterator[Action
 def share_grad_sync(program: Program, shares: Sequence[float]) -> Iterator[Action]:
     """Start a part of each carried sum in its iteration, and the rest in the next one.
 
-    Parts between weight gradients may find less complete than lies before their end. So the share
-    ends with the stage's last sum, where all is complete, and parts before it end before the share.
+    A part between weight gradients may come when fewer gradients are complete than it would sum. So
+    the share ends with the stage's last sum, when all gradients are complete, and earlier parts end
+    before the share.
 
     Args:
-        program: with carried stages, and sums that start all in their iteration.
-        shares: by stage, the part that starts there, to a thousandth.
+        program: with carried stages, whose sums all start in their own iteration.
+        shares: by stage, the part that starts in its own iteration, to a thousandth.
     """
     late = carried(program)
     stages = sorted({a.stage for a in program if a.op is Op.STEP})
@@ -98,6 +99,6 @@ def share_grad_sync(program: Program, shares: Sequence[float]) -> Iterator[Actio
 
 
 def backwards_end(program: Program) -> int:
-    """Return the index behind all backwards and their sums, where FINALIZE stands, if any does."""
+    """Return the index of the first FINALIZE, after all backwards and their sums; else the end."""
     ends = (i for i, action in enumerate(program) if action.op is Op.FINALIZE)
     return next(ends, len(program))

@@ -1,8 +1,9 @@
 """The pass that starts DP.sync of a stage while its delayed weight gradients are computed.
 
-The DP.sync of the segment whose backward runs last is exposed. Its weight gradients need not be
-computed micro-batch by micro-batch: parameter by parameter, the gradients of some parameters are
-complete while others are still computed. So slices of DP.sync stand between the weight gradients:
+DP.sync of the segment whose backward runs last is exposed. If this segment's weight gradients are
+computed parameter by parameter instead of micro-batch by micro-batch, the gradients of some
+parameters are complete while others are still computed. So parts of DP.sync stand between the
+weight gradients:
 
     before  rank 0  0F0 0F1 0B0 0B1 0W0 0W1 0ALL_REDUCE 0STEP
     after   rank 0  0F0 0F1 0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 0STEP
@@ -20,15 +21,15 @@ from megatron.fold3d.plan.ops import SUM_OPS
 
 @per_rank
 def reduce_early(program: Program, stages: Container[int]) -> Iterator[Action]:
-    """Compute weight gradients in parts, where they follow all backwards, and reduce each part.
+    """Cut weight gradients that follow all backwards of their stage into parts; reduce each part.
 
     Args:
         program: with DP.sync.
-        stages: those that may be changed.
+        stages: stages that may be changed.
     """
     weights = Counter(stage for stage, op, _ in program if op is Op.WEIGHT and stage in stages)
     left = Counter(stage for stage, op, _ in program if op is Op.BACKWARD)
-    apart = set()  # stages whose micro-batches stay apart: some backwards come behind a WEIGHT
+    apart = set()  # stages that keep their WEIGHTs: a backward follows one of them
     for stage, op, _ in program:
         left[stage] -= op is Op.BACKWARD
         if op is Op.WEIGHT and left[stage]:

@@ -1,6 +1,6 @@
-"""The passes that add DP.sync within an iteration; `carried_grad_sync` lets it reach further.
+"""The passes that add DP.sync that ends with its iteration; see also `carried_grad_sync`.
 
-A stage's sum starts at its last backward; its step is at the end of the iteration:
+A stage's sum follows its last backward; its step ends the iteration:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2ALL_REDUCE 0B0 0B1 0ALL_REDUCE 2STEP 0STEP
@@ -30,12 +30,12 @@ _BACKWARD_ENDS = WEIGHT_OPS | {Op.BACKWARD, Op.SEND_B}
 def add_grad_sync(program: Program, in_shards: Container[int] = ()) -> Program:
     """Add DP.sync: start a stage's sum with its last backward, step after the last action.
 
-    The sum follows the stage's last backward and its send: PP.sync goes first. Gradients that
-    become ready inside that backward may start to travel inside it (paper Algorithm 2, lines 4-10).
+    The sum follows the stage's last backward and the send of its result: PP.sync goes first. DDP's
+    hooks may start the sum inside that backward (paper Algorithm 2, lines 4-10).
 
     Args:
         program: without DP.sync of gradients.
-        in_shards: stages of which each replica steps a shard; of the others, each steps all.
+        in_shards: stages of which each replica steps a shard; it steps other stages whole.
     """
     lowered = list(program)
     last = {stage: i for i, (stage, op, _) in enumerate(program) if op in _BACKWARD_ENDS}
@@ -61,20 +61,20 @@ def serial_grad_sync(plan: Plan, in_shards: Container[int] = ()) -> Plan:
 def aligned_grad_sync(plan: Plan, in_shards: Container[int] = ()) -> Plan:
     """Add DP.sync as stock Megatron's interleaved schedule starts it by default.
 
-    All ranks start a segment's reduction at once: rank r does so r backwards after its last one,
-    or at the end of its iteration.
+    All ranks start a segment's reduction at once: rank r starts it r backwards after the segment's
+    last backward, or at the end of the iteration.
     """
     synced = add_grad_sync(plan, in_shards).programs
     return Plan(tuple(_late(program, rank) for rank, program in enumerate(synced)))
 
 
 def _late(program: Program, num_backwards: int) -> Program:
-    """Move every sum behind ``num_backwards`` more backwards."""
+    """Move every sum past ``num_backwards`` backwards."""
     late: list[Action] = []
-    due: list[tuple[int, Action]] = []  # after which number of backwards, in order
+    due: list[tuple[int, Action]] = []  # the number of backwards after which it starts, and the sum
     done = 0
     for action in program:
-        if action.op is Op.STEP:  # the first of those that end the program
+        if action.op is Op.STEP:  # the first step; steps end the program
             late += [reduce for _, reduce in due]
             due = []
         if action.op in SUM_OPS:

@@ -37,23 +37,23 @@ def add_offload(
 
     An offload runs during the rank's next ``depth`` computations, a reload during the ``depth``
     computations before the backward. Activations without enough computations between forward and
-    backward stay on the device. Ranks need not offload alike: other ranks are not affected.
+    backward stay on the device. Each rank may offload others, without effect on other ranks.
 
     Args:
         program: with or without transfers; an output is sent before its activations are offloaded.
         depth: more than 1 if a copy takes longer than one computation.
-        at_most: the most activations of a rank to offload; those with the longest wait come first.
+        at_most: the most activations of a rank to offload, those first that wait longest.
     """
     compute = [action for action in program if action.op in COMPUTE_OPS]
-    used: dict[_Key, int] = {}  # first, by its backward or recomputation
+    used: dict[_Key, int] = {}  # index of the backward or recomputation that first reads it
     for index, (stage, op, microbatch) in enumerate(compute):
         if op is Op.BACKWARD or op is Op.RECOMPUTE:
             used.setdefault((stage, microbatch), index)
-    travels = _travels(compute, used, depth, at_most)
-    reloads = {  # by the computation during which they come back
+    offloaded = _offloaded(compute, used, depth, at_most)
+    reloads = {  # by the computation during which the activations come back
         compute[index - depth]: Action(stage, Op.RELOAD, microbatch)
         for (stage, microbatch), index in used.items()
-        if (stage, microbatch) in travels
+        if (stage, microbatch) in offloaded
     }
 
     leaving = None
@@ -67,16 +67,16 @@ def add_offload(
         if leaving:
             yield leaving
             leaving = None
-        elif action.op is Op.FORWARD and (action.stage, action.microbatch) in travels:
+        elif action.op is Op.FORWARD and (action.stage, action.microbatch) in offloaded:
             leaving = Action(action.stage, Op.OFFLOAD, action.microbatch)
 
 
-def _travels(
+def _offloaded(
     compute: Sequence[Action], used: Mapping[_Key, int], depth: int, at_most: int | None
 ) -> set[_Key]:
     """Choose the (stage, micro-batch) activations to offload."""
     forwards = {(a.stage, a.microbatch): i for i, a in enumerate(compute) if a.op is Op.FORWARD}
-    alike: dict[int, list[_Key]] = defaultdict(list)  # by how long they wait
+    alike: dict[int, list[_Key]] = defaultdict(list)  # by the computations until they are read
     for key, index in used.items():
         away = index - forwards[key]
         if away > 2 * depth:

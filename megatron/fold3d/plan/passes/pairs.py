@@ -1,13 +1,14 @@
 """Pairs: two micro-batches that a rank computes together, each during the other's collectives.
 
-Neighbours of one stage with the same op (forward, backward or early recomputation), the first of
-them even, are a *chain*. Two sides take the next one in turn, so that a side's last collective is
-hidden by what the other side has taken, and only the ends of a chain hide nothing. A chain needs no
-op of its own. `in_pairs` makes an order of pairs from any order, and `pair_microbatches` puts
-transfers and copies of activations where a side comes to them: what a micro-batch gives leaves when
-it is through, and by then the other side has begun the next:
+A *chain* is a sequence of neighbouring micro-batches of one stage with the same op (forward,
+backward or early recomputation), which begins with an even one. Two sides take the next micro-batch
+in turn. Each side's last collective overlaps the other side's computation, so collectives are
+exposed only at the ends of a chain. A chain needs no op of its own. `in_pairs` makes an order of
+pairs from any order. `pair_microbatches` moves transfers and copies of activations to the place
+where a side reaches them: a side sends a result when its micro-batch is done, and by then the other
+side has begun the next micro-batch:
 
-    order      rank 0  0F0 0F1 0B0 0B1               of 2 pairs
+    order      rank 0  0F0 0F1 0B0 0B1               numbers are pairs
     in pairs   rank 0  0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
 
     before     rank 0  0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0F2 0SEND_F2 ...
@@ -28,16 +29,16 @@ _BEFORE = RECV_OPS | TO_DEVICE_OPS
 
 
 def num_pairs(num_microbatches: int) -> int:
-    """Return the number of pairs; the last one has one micro-batch if their number is odd."""
+    """Return the number of pairs; with an odd number of micro-batches the last pair has one."""
     return (num_microbatches + 1) // 2
 
 
 @per_rank
 def in_pairs(program: Program, num_microbatches: int) -> Iterator[Action]:
-    """Return an order in which each computation becomes those of two micro-batches.
+    """Replace each computation of a pair by the computations of its two micro-batches.
 
     Args:
-        program: of an order of computation for ``num_pairs(num_microbatches)`` micro-batches.
+        program: the order of computation of ``num_pairs(num_microbatches)`` pairs.
         num_microbatches: micro-batches of the order that is returned.
     """
     for stage, op, pair in program:
@@ -50,15 +51,15 @@ def in_pairs(program: Program, num_microbatches: int) -> Iterator[Action]:
 def pair_microbatches(program: Program) -> Iterator[Action]:
     """Send a result, and start to offload, when the next micro-batch of a chain has begun.
 
-    If there are other actions between two micro-batches, a chain ends there. The returned plan must
-    be verified: it deadlocks if two chains wait for each other.
+    A chain ends where another action stands between two micro-batches. The returned plan must be
+    verified: it deadlocks if two chains wait for each other.
     """
     begin = 0
     for chain in chains(program):
         start = program.index(chain[0], begin)
         yield from program[begin:start]
         begin = start + len(chain)
-        leaving: list[Action] = []  # of the micro-batch before
+        leaving: list[Action] = []  # actions of the previous micro-batch
         for action in chain:
             if action.op in PAIRED_OPS:
                 yield action
@@ -74,7 +75,7 @@ def pair_microbatches(program: Program) -> Iterator[Action]:
 def chains(program: Program) -> Iterator[Program]:
     """Yield the chains of a program, from the first computation to the last.
 
-    With them are the transfers and copies between; those of the last two micro-batches follow.
+    A chain includes the transfers and copies between its computations, but none after the last.
     """
     begin = 0
     while begin < len(program):
@@ -101,7 +102,7 @@ def check_pairs(plan: Plan) -> None:
 
 
 def _next_of_chain(program: Program, begin: int, end: int) -> int | None:
-    """Return where the chain that begins there, and reaches to ``end``, goes on, if it does."""
+    """Return the next index of the chain at ``begin`` that reaches to ``end``; None if it ends."""
     stage, op, microbatch = program[begin]
     if op not in PAIRED_OPS or microbatch is None or microbatch % 2:
         return None

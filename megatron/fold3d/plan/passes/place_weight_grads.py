@@ -76,7 +76,7 @@ class _Rank:
     fill: deque[Action] = field(default_factory=deque)
     """Weight gradients to compute, oldest first."""
     last: deque[Action] = field(default_factory=deque)
-    """Those that follow the last backward."""
+    """Weight gradients that follow the last backward."""
     placed: list[Action] = field(default_factory=list)
 
 
@@ -94,13 +94,13 @@ class _Play:
         plan, times = self.plan, self.times
         self.seconds = {Op.FORWARD: times.forward_s, Op.BACKWARD: times.backward_s}
         self.ranks = [_Rank(*numbered) for numbered in enumerate(plan.programs)]
-        # By who reads it, once its computation has begun. Data and the loss are there.
+        # By the action that reads a result, once the result's computation has begun.
         ends = (0, Op.FORWARD), (plan.num_stages - 1, Op.BACKWARD)
         self.arrives_s = {
             Action(*end, m): -inf for end in ends for m in range(plan.num_microbatches)
         }
         self.link_free_s: dict[tuple[int, Op], float] = {}
-        self.waiting: dict[Action, _Rank] = {}  # by what is not on its way
+        self.waiting: dict[Action, _Rank] = {}  # by the action whose input is not under way
         self.due = [(0.0, number) for number in range(plan.num_ranks)]
 
     def placed(self) -> Plan:
@@ -130,7 +130,7 @@ class _Play:
             self._compute(rank, now_s, action)
             return
         if rank.fill:
-            if arrives_s is None:  # after what is not computed yet, at the earliest
+            if arrives_s is None:  # its source has not begun, so this is the shortest gap
                 stage, op, _ = action
                 source = stage - 1 if op is Op.FORWARD else stage + 1
                 gap_s = self.seconds[op][source] + self.times.transfer_s
@@ -199,7 +199,7 @@ class _Play:
 
 
 def place_as_if_equal(plan: Plan, most: int | None = None) -> Plan:
-    """Return `place_weight_grads` where no times are known, as if all took equally long.
+    """Place weight gradients as if all computations took equally long, when no times are known.
 
     Args:
         plan: a plan of forwards and backwards only.
@@ -214,14 +214,14 @@ def place_as_if_equal(plan: Plan, most: int | None = None) -> Plan:
 
 
 def placed_orders(plan: Plan, times: StageTimes, held: HeldSizes) -> Iterator[Plan]:
-    """Yield a plan with weight gradients in different gaps, those worth trying, the simplest first.
+    """Yield the plans worth trying, with weight gradients in different gaps, the simplest first.
 
     Args:
         plan: a plan of forwards and backwards only.
         held: sizes, and the most that a rank holds.
 
     Raises:
-        PlanError: memory has no room for any of them.
+        PlanError: no such plan fits into memory.
     """
     for first in range(plan.num_segments, 0, -1):
         for overrun in (0.0, 0.5, 1.0):

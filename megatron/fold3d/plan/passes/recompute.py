@@ -1,4 +1,4 @@
-"""The pass that moves recomputation out of the backward, to right before it.
+"""The pass that moves recomputation out of a backward, to the place right before the backward.
 
 A rank then recomputes while it still waits for the gradient (Merak Sec. 5.1). With all stages:
 
@@ -20,8 +20,8 @@ def recompute_early(
 ) -> Iterator[Action]:
     """Recompute each micro-batch of ``stages`` right before its backward, as a separate action.
 
-    The recomputed activations are held until the backward has used them. At most one micro-batch
-    has some at a time, or the two of a pair, since nothing else is computed in between.
+    The rank holds the recomputed activations until the backward. Nothing else is computed in
+    between, so they belong to one micro-batch at a time, or to the two of a pair.
 
     Args:
         program: with or without transfers; a receive between the two computations stays there.
@@ -43,7 +43,7 @@ def recompute_early(
 
 
 def recomputed(program: Program) -> frozenset[tuple[int, int | None]]:
-    """Return the (stage, micro-batch) pairs that have a RECOMPUTE action."""
+    """Return the (stage, micro-batch) keys that have a RECOMPUTE action."""
     return frozenset((stage, m) for stage, op, m in program if op is Op.RECOMPUTE)
 
 

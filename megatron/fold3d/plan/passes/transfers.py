@@ -7,14 +7,14 @@ A result is sent when its computation ends. Its receive is posted one computatio
     after   rank 0  0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1
             rank 1  1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
 
-A message does not leave before its receive is posted. Beside DP.sync it may be on its way for
-longer than a computation lasts, and each computation waits for the rest of that time. A receive
-that is posted further ahead, by ``receives_ahead`` computations, prevents this.
+A message does not leave before its receive is posted. Beside DP.sync a message may be under way for
+longer than a computation lasts, and each computation waits for the rest of that time. Receives that
+are posted further ahead, by ``receives_ahead`` computations, prevent this.
 
-If all streams of a GPU share one hardware queue, a receive that waits for the one before it blocks
-computation. With ``receives_late`` a transfer takes a round of its own. Its receive is posted
-behind the computation of the round in which it is sent, unless the message before it has been read
-by then:
+If all streams of a GPU share one hardware queue, a receive that waits for the previous receive
+blocks computation. With ``receives_late`` a transfer takes a round of its own. Its receive is
+posted after the computation of the round in which it is sent, unless the previous message has been
+read by then:
 
     before  rank 0  0F0 0F1 0F2 2F0 2F1 2F2
             rank 1  1F0 1F1 1F2 3F0 3F1 3F2
@@ -30,7 +30,7 @@ from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
 from megatron.fold3d.plan.ops import COMPUTE_OPS, P2P_OPS, WAYS
 
 RECEIVES_AHEAD = 3
-"""What runs use whose receives occupy no GPU; five were measured to gain no more."""
+"""The ``receives_ahead`` of runs whose receives occupy no GPU; five gained no more."""
 _WAY_OF = {way.compute: way for way in WAYS}
 
 
@@ -42,20 +42,19 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
     follows its computation. The receiving rank posts the receive before the computation that it
     runs in the same round, or before an earlier one, so that the receive is open while the result
     is being computed. All ranks can follow this order even if each send blocks until its receive is
-    posted, so the plan cannot deadlock. Other actions behind a computation stay there, behind its
-    send.
+    posted, so the plan cannot deadlock. Other actions that follow a computation follow its send.
 
     Args:
         plan: the computations; transfers that the plan already has are replaced.
-        receives_late: whether a transfer takes a round of its own: it is read a round later. Its
-            receive is posted behind the computation that its rank started last, so that it does not
-            have to wait for the message before it. If that computation or an earlier one reads the
-            message before it, it cannot wait, and is posted before that computation. In each round
+        receives_late: whether a transfer takes a round of its own, and is read a round later. The
+            receive is posted after the computation that its rank started last, so that it does not
+            wait for the previous message. If that computation or an earlier one reads the previous
+            message, the receive need not wait, and is posted before that computation. In each round
             a rank posts its receives before its sends.
-        receives_ahead: how many computations of its rank are between a receive and the end of the
-            round in which the message is sent, if there are so many. On a GPU only 1 is safe: what
-            a computation waits for, such as the allocator or the one hardware queue, may wait for a
-            receive that depends on that computation. It does not matter to receives that are late.
+        receives_ahead: how many computations of its rank lie between a receive and the end of the
+            round in which the message is sent, if there are so many. On a GPU only 1 is safe: a
+            computation may wait for the allocator or the one hardware queue, which may wait for a
+            receive that depends on this computation. Late receives ignore this number.
 
     Raises:
         PlanError: the compute order itself cannot run.
@@ -63,10 +62,10 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
     num_ranks, num_stages = plan.num_ranks, plan.num_stages
     programs = [[a for a in program if a.op not in P2P_OPS] for program in plan.programs]
     results = _Results(plan, arrive_late=receives_late)
-    reader: dict[tuple[int, Op], Action] = {}  # of a direction's last message, until it reads it
+    reader: dict[tuple[int, Op], Action] = {}  # of a direction's last message
     lowered: list[list[Action]] = [[] for _ in programs]
     kept = 1 if receives_late else receives_ahead
-    last = [deque([0] * kept, kept) for _ in programs]  # computations: where in `lowered` they are
+    last = [deque([0] * kept, kept) for _ in programs]  # indices of computations in `lowered`
     position = [0] * num_ranks
 
     def take_over(rank: int) -> None:
@@ -80,7 +79,7 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
     for rank in range(num_ranks):
         take_over(rank)
     running = [rank for rank in range(num_ranks) if position[rank] < len(programs[rank])]
-    on_the_way: list[Action] = []  # what is computed and takes one more round to get there
+    on_the_way: list[Action] = []  # results that arrive one round later
     while running:
         ready = [
             (rank, action)
@@ -140,7 +139,7 @@ class _Results:
         self.there = {op: bytearray(size) for op in _WAY_OF} if arrive_late else self.done
 
     def add(self, action: Action, *, arrives: bool = False) -> None:
-        """Note a result, or that it arrives late: else the rank that reads it has it, too."""
+        """Note that a result is computed, or with ``arrives`` that a late result has arrived."""
         stage, op, microbatch = action
         if op in _WAY_OF:
             at = stage * self.num_microbatches + (microbatch or 0)

@@ -1,11 +1,11 @@
 """The pass that splits backwards in two and delays their weight gradients.
 
-Here the weight gradients of segment 0 are computed after all backwards of the rank:
+By default the weight gradients of segment 0 are computed after all backwards of the rank:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1 0W0 0W1
 
-And here, with ``behind_own``, those of segment 1 are computed after the segment's own backwards:
+With ``behind_own``, weight gradients of segment 1 are computed after the segment's own backwards:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2W0 2W1 0B0 0B1
@@ -22,14 +22,14 @@ from megatron.fold3d.plan.ops import WEIGHT_OPS
 def delay_weight_grads(plan: Plan, segments: Sequence[int], behind_own: Iterable[int] = ()) -> Plan:
     """Compute the weight gradients of some segments after all backwards of a rank.
 
-    The next forward needs the first segment's gradients first, but its backward ends last. Only
-    delayed weight gradients, for which no computation waits, can overlap its DP.sync. Zero Bubble
-    (Qi et al., 2023) splits backwards in the same way.
+    The first segment's backward ends last, although the next forward needs its gradients first.
+    Only delayed weight gradients, for which no computation waits, can overlap DP.sync of this
+    segment. Zero Bubble (Qi et al., 2023) splits backwards in the same way.
 
     Args:
-        plan: without DP.sync; other actions behind the last backward stay before the `WEIGHT`s.
-        segments: those whose `BACKWARD` computes the input gradient alone; a `WEIGHT` follows.
-        behind_own: those of them whose weight gradients follow the backwards of the segment.
+        plan: without DP.sync; other actions after the last backward stay before the `WEIGHT`s.
+        segments: segments whose `BACKWARD` computes the input gradient alone; a `WEIGHT` follows.
+        behind_own: the subset whose weight gradients follow the segment's own backwards.
 
     Raises:
         PlanError: a segment is not one of the plan's.
@@ -64,9 +64,9 @@ def split_stages(program: Program) -> frozenset[int]:
 
 @per_rank
 def split_in_place(program: Program) -> Iterator[Action]:
-    """Return the plan with each backward's weight gradients right behind it.
+    """Return the plan in which each backward is followed by its weight gradients.
 
-    It takes as long as the plan with whole backwards, and allows each half to be timed.
+    This plan takes as long as the plan with whole backwards, and allows each half to be timed.
     """
     for action in program:
         yield action

@@ -13,7 +13,7 @@ Ranks = tuple[int, ...]
 
 
 def bucket_groups(*chunks: Any) -> Iterator[Any]:
-    """Yield the bucket groups of Megatron's DDP, including those of experts.
+    """Yield the bucket groups of Megatron's DDP, including bucket groups of experts.
 
     A chunk that is not trained, as with ``--skip-train``, is not wrapped in DDP and has none.
     """
@@ -62,20 +62,20 @@ def own_part(bucket_group: Any, bucket: Any, parameter: Any) -> slice:
 def own_shard(chunks: Sequence[Any], weight: Any, stages: dist.ProcessGroup) -> torch.Tensor | None:
     """Return a view of this replica's shard of a tied embedding's gradients, or None for all.
 
-    Megatron gives tied word embeddings a bucket of their own in both stages that hold them, so
-    their shards begin and end at the same elements. What lies outside is neither complete nor read.
-    All of them are read where the optimizer is not distributed, where this iteration reduces whole
-    gradients, or where Megatron lays the weight out as it does any other. If more than two stages
-    hold it, rounding depends on how a sum is cut, so that it stays whole.
+    Megatron gives a tied word embedding a separate bucket in both stages that hold it, so its
+    shards begin and end at the same elements in both. Gradients outside of the shard are neither
+    complete nor read. All gradients are read if the optimizer is not distributed, if this iteration
+    reduces whole gradients, or if Megatron gives the weight no bucket of its own. If more than two
+    stages hold the weight, rounding depends on how a sum is cut, so the sum stays whole.
 
     Args:
         chunks: the rank's model chunks, in DDP.
-        weight: any parameter of them.
-        stages: the pipeline ranks that hold a copy of it.
+        weight: any parameter of these chunks.
+        stages: the pipeline ranks that hold a copy of the weight.
 
     Returns:
-        ``[num_elements of the shard]``, of what the optimizer reads; DDP owns the memory. It is
-        empty if the replica's shard has padding alone.
+        ``[num_elements of the shard]``, the gradients that the optimizer reads, in DDP's memory.
+        The view is empty if the replica's shard has padding alone.
     """
     if not getattr(weight, "shared_embedding", False) or stages.size() > 2:
         return None
@@ -99,7 +99,7 @@ def ranks_of(group: dist.ProcessGroup) -> Ranks:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a process group as it is now: Megatron may change it in training."""
+    """Return the current timeout of a process group: Megatron may change it in training."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     backend: Any = group._get_backend(torch.device(device))
     timeout: timedelta = backend.options._timeout
@@ -121,15 +121,15 @@ def make_groups(
 ) -> dict[Ranks, dist.ProcessGroup]:
     """Make a new process group over the ranks of each of Megatron's groups ``beside``.
 
-    All ranks of the job call this together, each with the groups that it is in. They have the
-    timeout of Megatron's, and change it with ``--distributed-timeout-seconds-after-init``. Over
-    NCCL they have Megatron's options: what the file of ``--nccl-communicator-config-path`` says of
-    its group, and the traffic class. **No GPU has run this.**
+    All ranks of the job call this together, each with the groups that it is in. The new groups have
+    the timeout of Megatron's groups, also after ``--distributed-timeout-seconds-after-init``. Over
+    NCCL they have Megatron's options too: the traffic class, and the group's entry in the file of
+    ``--nccl-communicator-config-path``. **No GPU has run this.**
 
     Args:
         beside: Megatron's groups for the same kind of communication.
         backend: the backend of the groups; None is the job's.
-        first: whether NCCL's kernels run on a high-priority stream, even if Megatron's do not.
+        first: whether NCCL's kernels run on a high-priority stream even if Megatron's do not.
     """
     megatrons = {ranks_of(group): group for group in beside}
     is_nccl = (backend or dist.get_backend()) == "nccl"

@@ -1,25 +1,25 @@
 """``--delta-param-gather``: all-gathers of what an optimizer step has changed, bit for bit.
 
-With the distributed optimizer each replica steps its shard of the parameters, and then all gather
-them, 16 bits each. But every replica holds the old parameters, and a step moves most of them by a
-few units in the last place. So a replica sends the differences, in Rice's code, and the others
-decode the new parameters in place:
+With the distributed optimizer each replica steps its shard of the parameters, and then all replicas
+gather the parameters, 16 bits each. But every replica holds the old parameters, and a step moves
+most of them by a few units in the last place. So a replica sends the differences, in Rice's code,
+and the others decode the new parameters in place:
 
     replica 0   step ─ encode ─┐ sizes,    ┌ all-gather ─ decode shard 1 ─ forward
     replica 1   step ─ encode ─┘ checksums └ all-gather ─ decode shard 0 ─ forward
 
-The length of a message depends on the new values. Replicas exchange their lengths right behind the
-step, where ``train_step`` waits for the device anyway, and the all-gather of each bucket has the
-longest. Beside its lengths each replica sends a checksum of the old parameters that it holds. Where
+The length of a message depends on the new values. Replicas exchange the lengths right after the
+step, where ``train_step`` waits for the device anyway, and the all-gather of a bucket uses the
+longest. With its lengths each replica sends a checksum of the old parameters that it holds. If
 checksums differ, the bucket is gathered whole, and a warning names the replicas. So a replica that
-has drifted is healed, and code that loads or changes parameters need not report it here.
+has drifted is healed, and code that loads or changes parameters need not report that here.
 
-When all-gathers start, in which groups, and who waits, is DDP's and the plan's as before. A message
-is decoded on the stream that waits for it, not on one of its own: where all streams share one
-hardware queue, a kernel that waits would hold back what is launched behind it.
+DDP and the plan still decide when all-gathers start, in which groups, and who waits. A message is
+decoded on the stream that waits for it, and has no stream of its own: if all streams share one
+hardware queue, a kernel that waits would block every kernel that is launched later.
 
-Keeps one invariant: a message is decoded from the very values that it was coded from. They were
-equal on all replicas when it was coded, and nobody writes them until it is decoded.
+Keeps one invariant: a message is decoded from the same old values that it was coded from. All
+replicas held these values when it was coded, and nobody writes them until it is decoded.
 """
 
 import logging
@@ -43,15 +43,15 @@ from megatron.fold3d.runtime.measure.timing import clock
 
 logger = logging.getLogger(__name__)
 
-_TIMED_BYTES = 1 << 22  # of a gather that shows what the links carry
+_TIMED_BYTES = 1 << 22  # of the gather that measures the links
 
 
 class DeltaGather:
     """The all-gathers of one rank's parameters, coded where that is shorter.
 
     Args:
-        measures: whether to measure in the first step if coding is faster than gathering whole,
-            and to leave it otherwise.
+        measures: whether to measure in the first step if coding is faster than gathering whole, and
+            not to code otherwise.
     """
 
     def __init__(self, *, measures: bool) -> None:
@@ -63,7 +63,7 @@ class DeltaGather:
 
     @torch.no_grad()
     def step(self, upstream: Callable[[Any], bool], optimizer: Any) -> bool:
-        """Take a step of one of Megatron's optimizers; code what it changes in these buckets."""
+        """Take a step of one of Megatron's optimizers; code the changes of its buckets."""
         buckets = [*self._coded(optimizer)]
         shards = [_own_shard(bucket, optimizer.data_parallel_group) for bucket in buckets]
         olds = [shard.clone() for shard in shards]
@@ -97,7 +97,7 @@ class DeltaGather:
     def start(
         self, upstream: Callable[[Any, bool], None], group: Any, force_sync: bool = False
     ) -> None:
-        """Start the all-gathers of a bucket group, of messages where there are any."""
+        """Start the all-gathers of a bucket group; buckets with a message gather the message."""
         is_running = group.param_gather_handle is not None
         if is_running or not any(bucket in self._messages for bucket in group.buckets):
             return upstream(group, force_sync)

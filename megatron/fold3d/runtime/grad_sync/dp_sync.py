@@ -30,14 +30,15 @@ class DPSync(Feature):
     gives every replica whole gradients. DDP's hooks and Megatron's finalization read that from
     ``force_all_reduce`` of the chunk, which is set here and nowhere else.
 
-    DDP's hooks are disabled from the start of an iteration, as in Megatron's ``no_sync``. Where the
-    plan sums a segment right behind its last backward, its hooks are enabled before that backward.
-    Of a pair, they are enabled while its own side runs: its gradients come behind the same ones of
-    all others. `start_reduction` then starts the reductions that the hooks did not start.
+    DDP's hooks are disabled from the start of an iteration, as in Megatron's ``no_sync``. If the
+    plan sums a segment right after its last backward, the segment's hooks are enabled before that
+    backward. If this backward is one of a pair, the hooks are enabled only while its side runs. The
+    pair's other micro-batch is ahead of it in every layer, so each gradient is complete when a hook
+    sees it. `start_reduction` then starts the reductions that the hooks did not start.
 
     Args:
-        recorder: hears when a part of a sum begins and ends.
-        side: tells which of the two sides of a pair is running: `Baton.side`.
+        recorder: records when a part of a sum begins and ends.
+        side: returns which side of a pair is running: `Baton.side`.
     """
 
     draining = "the last sums of gradients, behind its program"
@@ -60,7 +61,7 @@ class DPSync(Feature):
         for action in iteration.program:
             chunk: Any = self._chunks[iteration.segment(action)]
             if action.op is Op.ALL_REDUCE and any(map(is_sharded, bucket_groups(chunk))):
-                chunk.force_all_reduce = True  # until Megatron resets it behind the iteration
+                chunk.force_all_reduce = True  # until Megatron resets it after the iteration
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handlers of DP.sync; `BACKWARD` enables hooks that may start a sum.

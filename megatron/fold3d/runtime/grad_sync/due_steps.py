@@ -2,12 +2,12 @@
 
 A part of each model chunk's gradients is reduced as soon as its last backward is done. The rest
 follows where the plan says, in the order in which the next forward needs the chunks. The first
-chunk's rest starts when all backwards are done; that of the others starts when the next iteration
-begins. They do not start earlier, because Megatron runs small blocking collectives between two
-iterations, for norms and losses, and these would share the links with them.
+chunk's rest starts when all backwards are done; other chunks' rests start when the next iteration
+begins. They do not start earlier, because between two iterations Megatron runs small blocking
+collectives, for norms and losses, which would have to share the links.
 
 Right before a chunk's first forward, this rank waits for the chunk's gradients and takes the
-optimizer step of their iteration. `Sums` does the reductions; this module the steps.
+optimizer step of their iteration. `Sums` runs the reductions; this module takes the steps.
 
     segments 0 and 1 of a rank; a is the backward share of a segment's DP.sync, b the rest
 
@@ -19,16 +19,16 @@ optimizer step of their iteration. `Sums` does the reductions; this module the s
 
 With the distributed optimizer each reduction is a reduce-scatter, each step updates this rank's
 shards, and an all-gather of the chunk's parameters follows. The rest of a chunk's reduce-scatters
-starts behind the all-gather of the chunk before, in the same process group. So the network carries
+starts after the all-gather of the previous chunk, in the same process group. So the network carries
 data in the order in which the forward needs it.
 
     DP.sync            ── 0a ── 0b ─┬─ gather 0 ── 1b ─┬─ gather 1 ── 2b ─
     compute                         step 0   .. 0F ..  step 1 .. 0F .. │ 1F
 
-A run that may clip or skip steps has two plans. `free` carries DP.sync, `clipped` ends it with the
-iteration. The run begins with `clipped`, and goes on with `free` behind a step that is not clipped.
-If a step of `free` has to wait for all gradients, the run goes back to `clipped`. It then needs
-twice as many steps in a row that are not clipped.
+A run that may clip or skip steps has two plans. `free` carries DP.sync; with `clipped` DP.sync ends
+with the iteration. The run begins with `clipped`, and switches to `free` after a step that is not
+clipped. If a step of `free` has to wait for all gradients, the run switches back. The next switch
+to `free` then needs twice as many unclipped steps in a row.
 
 Keeps one invariant: from the start of a chunk's reduction until its step, no other code reads the
 chunk's gradients, adds to them or zeroes them, or reads its parameters. Gradients that Megatron
@@ -131,7 +131,7 @@ class DueSteps(Feature):
         self._num_late = self._num_whole = 0  # of all steps
 
     def decide(self, job: Job, rank: int) -> Job:
-        """Return the job of a free iteration, or that of one that may be clipped."""
+        """Return the job of a free iteration, or of an iteration that may be clipped."""
         if not self.is_free:
             job = job.in_iteration
         self._shares = job.shares[rank :: job.num_ranks]

@@ -65,7 +65,7 @@ class PartialStep:
         parameters are valid there. With the distributed optimizer only this rank's shards are
         updated, and nothing is gathered.
         """
-        with self._narrowed_to(parameters), self._with_its_settings(), self._on_this_rank_only():
+        with self._narrowed_to(parameters), self._settings_applied(), self._on_this_rank_only():
             found_inf = self._optimizer.prepare_grads()
             assert not found_inf, "gradients were finite when this step was allowed"
             for square, part in self._squares_of_parts():
@@ -100,7 +100,7 @@ class PartialStep:
                 entries[:] = whole
 
     @contextmanager
-    def _with_its_settings(self) -> Iterator[None]:
+    def _settings_applied(self) -> Iterator[None]:
         groups = list(self._groups())
         now = [_settings(group) for group in groups]
         try:

@@ -1,11 +1,11 @@
 """The gradient sums of model chunks, in parts that start at different times.
 
-Sums are all-reduces or, with the distributed optimizer, reduce-scatters. `StageGradients` says what
-is complete, in which order; here it is in flight.
+Sums are all-reduces or, with the distributed optimizer, reduce-scatters. `StageGradients` says
+which gradients are complete, and in which order; this module sends them.
 
-Keeps two invariants. A part starts what lies before its end, is complete, and was not started: so
-nothing is lost or sent twice. Every replica of a chunk starts the same collectives in the same
-order, in process groups that nothing else uses at that time.
+Keeps two invariants. A part starts all complete gradients before its end that have not been
+started, so none is lost or sent twice. Every replica of a chunk starts the same collectives in the
+same order, in process groups that nothing else uses at that time.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,17 +40,17 @@ UNCUT = 1 << 60
 class Sums:
     """The gradient sums in flight of one rank's model chunks.
 
-    Without a group over the same ranks, gradients are summed in that of the bucket.
+    If ``groups`` has none over a bucket's ranks, gradients are summed in the bucket's own group.
 
     Args:
-        recorder: gets each part, from its start to its end.
+        recorder: records each part from its start to its end.
         chunks: the model chunks; without any there is nothing to sum.
         kept: the parameters that are kept apart.
         slice_bytes: the most that is all-reduced at once.
         groups: our process groups, by ranks.
 
     Attributes:
-        gradients: those of each chunk.
+        gradients: the gradients of each chunk.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How long some work takes on a device, and what all ranks of a job agree on.
+"""How long work takes on a device, and how all ranks of a job agree on a number.
 
 All ranks of the job measure at the same time, because they will also compute and send at the same
 time. The slowest rank counts. All ranks call the functions in the same order.
@@ -27,7 +27,7 @@ def seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """Begin to time once the device is idle; the returned function waits too, and tells."""
+    """Start a clock once the device is idle; the returned function reads it, once idle again."""
     synchronize(device)
     began_s = time.perf_counter()
 
@@ -46,7 +46,7 @@ def slowest(values: Sequence[float], device: torch.device) -> list[float]:
 
 
 def gathered[T](mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return what each rank of the job has found, or each rank of a group, by rank."""
+    """Return ``mine`` of each rank of the job, or of a group, by rank."""
     everyones = [mine] * dist.get_world_size(group)
     dist.all_gather_object(everyones, mine, group)
     return everyones

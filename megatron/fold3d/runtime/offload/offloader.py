@@ -2,8 +2,8 @@
 
 The plan says when: OFFLOAD starts to copy a micro-batch's activations to the host, during the next
 computation; RELOAD starts to copy them back, some computations before their backward.
-`OffloadTuner` chooses how many are offloaded and how many computations a copy may overlap;
-`HostSlots` provides the host memory.
+`OffloadTuner` chooses how many activations are offloaded, and how many computations a copy may
+overlap; `HostSlots` provides the host memory.
 
     compute        0F0 ──┐   0F1    ┌── 0F2   ...   0B1 ──┐   0B2    ┌── 0B0
                          │          │                     │          │
@@ -12,8 +12,8 @@ computation; RELOAD starts to copy them back, some computations before their bac
     to the device                                         └── copy ──┘
                                                           RELOAD0    its slot is free
 
-With depth 1, as here, a copy overlaps one computation: it starts when the computation before ends,
-and the computation after waits for it. Neither the host nor another rank waits.
+With depth 1, as here, a copy overlaps one computation. The copy starts when the previous
+computation ends, and the next computation waits for it. Neither the host nor another rank waits.
 """
 
 import threading
@@ -52,9 +52,9 @@ class Offloader(Feature):
     Args:
         config: the configuration of the run.
         plans: the plans of the run, whose offloads may change from iteration to iteration.
-        recorder: hears of copies.
+        recorder: records the copies.
         num_local: the number of ranks on this node, which share its memory.
-        copies: the copy engine; by default one of its own.
+        copies: the copy engine; by default a new one.
 
     Attributes:
         pool: the host memory.
@@ -87,7 +87,7 @@ class Offloader(Feature):
         self._smallest_bytes = 0
         self._now = _Now()
         self._away: dict[Key, _Away] = {}
-        self._leaving: deque[list[_Away]] = deque()  # by the computations that they still have
+        self._leaving: deque[list[_Away]] = deque()  # by computations left
 
     def choice(self, program: Program) -> OffloadChoice:
         """Return which of a program's activations to offload, and when; sets `depth`."""
@@ -104,7 +104,7 @@ class Offloader(Feature):
     def prepare(self, iteration: Iteration) -> None:
         """Allocate the host memory that the program needs.
 
-        Parameters, buffers, and what is much smaller than a hidden state stay on the device.
+        Parameters, buffers, and tensors much smaller than a hidden state stay on the device.
 
         Raises:
             HostMemoryError: the host has less memory than the program takes.

@@ -1,7 +1,7 @@
 """Transfers that preempt DP.sync: paper Algorithm 2, on any backend of torch.distributed.
 
-Keeps one invariant: one thread starts all transfers and gradient reductions of a rank. Those of one
-process group start in the order of the calls.
+Keeps one invariant: one thread starts all transfers and gradient reductions of a rank. Within a
+process group they start in the order of the calls.
 """
 
 import atexit
@@ -100,7 +100,7 @@ class PreemptiveCommunicator(Feature):
         if not self._fits_slices:
             return
         # The launch cost is the time of a one-element all-reduce. The difference of two sizes would
-        # not show it: a link may let the first bytes of each message through at once.
+        # not show this cost: a link may let the first bytes of each message through at once.
         element = torch.zeros(1, device=device)
         launch_s = message_s(lambda: dist.all_reduce(element, group=dp_group), device)
         per_byte_s = all_reduces(dp_group, _LARGE, device).s_per_byte

@@ -38,14 +38,14 @@ class Baton:
     ) -> None:
         """Run ``first`` and ``second``; when one hands the baton over, the other continues.
 
-        ``first`` begins. Each part of it between two hand-overs runs before the same part of
+        ``first`` begins. Each part of ``first`` between two hand-overs runs before the same part of
         ``second``. A backward runs entirely on the thread that starts it.
 
         Args:
-            device: the device of both; they share the caller's stream.
+            device: the device of both functions, which share the caller's stream.
 
         Raises:
-            Exception: the one that ``first`` or ``second`` raised; the other has ended by then.
+            Exception: what ``first`` or ``second`` raised; the other function has ended by then.
         """
         self._threads = (threading.get_ident(), None)
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))

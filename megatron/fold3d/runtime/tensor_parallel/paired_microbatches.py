@@ -1,8 +1,8 @@
 """``pairs=on``: pairs of micro-batches as a feature of the executor.
 
-The handlers of a chain's actions do nothing but that of the last, which runs all of them on two
-sides. Each side takes what comes next in the program: a transfer, a copy, or a computation, within
-which it hands over. So the order in which a rank starts its actions is that of its program.
+Only the handler of a chain's last action does something: it runs all actions of the chain on two
+sides. Each side takes the next action of the program: a transfer, a copy, or a computation, within
+which the side hands over. So a rank starts its actions in the order of its program.
 """
 
 from collections import deque

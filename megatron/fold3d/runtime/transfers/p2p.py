@@ -15,15 +15,15 @@ from megatron.fold3d.plan.ir import Action, Op, Program
 from megatron.fold3d.plan.ops import BACK, FORTH, PEER, SEND_OPS, WAYS
 from megatron.fold3d.runtime.grad_sync.bucket_groups import make_groups, ranks_of
 
-_UNFINISHED_SENDS = 16  # more than a plan ever leaves behind unless the receiver is far behind
+_UNFINISHED_SENDS = 16  # a plan has fewer in flight unless the receiver is far behind
 
 
 class P2P:
     """Transfers over the process groups of the pipeline.
 
     Forward and backward tensors use separate process groups: over NCCL, a receive that waits in one
-    direction must not block a send in the other. In a pipeline of two ranks the ranks are
-    neighbours on both sides, so each of the two links has its own groups as well.
+    direction must not block a send in the other. In a pipeline of two ranks, the ranks are
+    neighbours on both sides, so each of these two links has separate groups as well.
 
     All ranks of the job construct a `P2P` together: the groups are made in one global order.
 
@@ -55,8 +55,8 @@ class P2P:
     def take(self, action: Action) -> torch.Tensor:
         """Return the tensor of a posted receive, on the device; the caller owns it.
 
-        It has the shape and dtype of `post`. It is valid on the current stream, which waits for the
-        receive. Over NCCL the host does not wait.
+        The tensor has the shape and dtype given to `post`. It is valid on the current stream, which
+        waits for the receive. Over NCCL the host does not wait.
         """
         tensor, work = self._arriving.pop(action)
         work.wait()
@@ -68,13 +68,14 @@ class P2P:
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send ``tensor``, on the device; the caller may reassign ``tensor.data`` at once.
 
-        It must be valid on the current stream. Its storage is kept alive until the send is done.
+        The tensor must be valid on the current stream. Its storage stays alive until the send is
+        done.
         """
         alias = tensor.detach()
         work = self._start_send(action, alias)
         self._leaving.append((alias, work))
-        while self._leaving and (len(self._leaving) > _UNFINISHED_SENDS or self._first_has_left):
-            self._leaving[0][1].wait()  # its tensor is alive until then
+        while self._leaving and (len(self._leaving) > _UNFINISHED_SENDS or self._oldest_is_sent):
+            self._leaving[0][1].wait()  # keeps the tensor alive until then
             self._leaving.popleft()
 
     def drain(self) -> None:
@@ -85,8 +86,8 @@ class P2P:
             self._leaving.popleft()
 
     @property
-    def _first_has_left(self) -> bool:
-        return self._leaving[0][1].is_completed()  # gloo never says so before it is waited for
+    def _oldest_is_sent(self) -> bool:
+        return self._leaving[0][1].is_completed()  # with gloo False until somebody waits
 
     def _group(self, action: Action) -> Any:
         return self._groups[action.op]
@@ -147,14 +148,14 @@ def _refuse_bound_group() -> None:
 
 
 def groups_by_op(pp_group: dist.ProcessGroup, backend: str) -> dict[Op, dist.ProcessGroup]:
-    """Make the process groups of all pipelines, together; return those of this rank's transfers.
+    """Make the process groups of all pipelines together; return this rank's, by transfer op.
 
     Args:
         pp_group: Megatron's group of this rank's pipeline.
         backend: the backend of the groups.
     """
     rank, num_ranks, ours = pp_group.rank(), pp_group.size(), ranks_of(pp_group)
-    links = [  # from rank r to the next is number r % len(links)
+    links = [  # the link from rank r to the next has index r % len(links)
         # PP.sync goes before DP.sync (paper Sec. III-A).
         [make_groups([pp_group], backend, first=True)[ours] for _ in WAYS]
         for _ in range(2 if num_ranks == 2 else 1)
