@@ -1,14 +1,17 @@
 """A training's own flags, Megatron's and ours, read as words into Megatron's namespace.
 
-Nothing is run, and no Megatron is needed: the namespace has the attributes that a prediction and
-our own rules read, with Megatron's defaults. Other flags of a training are passed over. Commands
-take short forms beside them.
+Nothing is run, and no Megatron is needed: its flags and defaults stand in a file, which
+scripts/print_megatron_flags.py prints. What is no flag of either is the script's own, and passed
+over. Commands take short forms beside them.
 """
 
+import json
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from textwrap import wrap
 from typing import Any, get_args
 
@@ -18,20 +21,23 @@ from megatron.fold3d.config.all_flags import add_arguments
 from megatron.fold3d.config.gpu_settings import has_fusion_kernel
 from megatron.fold3d.config.recompute_flags import counts_or_auto
 from megatron.fold3d.config.schedule_flags import word_of
-from megatron.fold3d.config.settings import asked, attribute_of
+from megatron.fold3d.config.settings import asked
 from megatron.fold3d.config.spelling import flag_of, typed
 from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.predict.cost_model.presets import FIELDS
 from megatron.fold3d.predict.cost_model.sizes import Recompute
 
-LATENT = {
-    "q_lora_rank": 0,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
+MEGATRON_FLAGS = Path(__file__).parent / "megatron_flags.json"
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "true": {"action": "store_true"},
+    "false": {"action": "store_false"},
+    "int": {"type": int},
+    "float": {"type": float},
+    "str": {},
 }
-"""Fields of a shape with multi-latent attention, and Megatron's defaults."""
+"""How a flag of each kind is given; `MEGATRON_FLAGS` names the kinds."""
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+"""Fields of a shape with multi-latent attention."""
 _IF_ASKED = ("num_query_groups", "rotary_base", "moe_router_topk", *LATENT)
 SIZES = {name: field for name, field in FIELDS.items() if name not in _IF_ASKED}
 """Fields of a shape that a flag alone gives, by Megatron's attribute."""
@@ -48,119 +54,19 @@ NOT_MODELLED = {
     "heterogeneous_layers_config_encoded_json": "layers that differ",
     "yaml_cfg": "a file of options",
 }
-# Flags that change memory or time, and that no prediction counts, with their defaults as below.
-_NOT_COUNTED: Mapping[str, Any] = {
-    "window_size": str,
-    **dict.fromkeys(("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"), float),
-    "cpu_offloading_num_layers": 0,
-    "mlp_chunks_for_training": 1,
-    "cuda_graph_impl": "none",
-    "te_precision_config_file": str,
-    **dict.fromkeys(
-        (
-            *("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization"),
-            *("moe_router_padding_for_fp8", "moe_layer_recompute", "moe_paged_stash"),
-            *("fp32_residual_connection", "cross_entropy_loss_fusion", "fp16_lm_cross_entropy"),
-            *("fine_grained_activation_offloading", "distribute_saved_activations"),
-            *("use_precision_aware_optimizer", "fp8_param_gather", "fp4_param_gather"),
-            *("reuse_grad_buf_for_mxfp8_param_ag", "hybrid_context_parallel", "tp_comm_overlap"),
-            *("delay_wgrad_compute", "moe_shared_expert_overlap"),
-        ),
-        False,
-    ),
-}
-
+# Flags that change memory or time, and that no prediction counts.
+_NOT_COUNTED = (
+    *("window_size", "moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"),
+    *("cpu_offloading_num_layers", "mlp_chunks_for_training", "cuda_graph_impl"),
+    *("te_precision_config_file", "moe_pad_expert_input_to_capacity"),
+    *("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
+    *("moe_layer_recompute", "moe_paged_stash", "fp32_residual_connection"),
+    *("cross_entropy_loss_fusion", "fp16_lm_cross_entropy", "fine_grained_activation_offloading"),
+    *("distribute_saved_activations", "use_precision_aware_optimizer", "fp8_param_gather"),
+    *("fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "hybrid_context_parallel"),
+    *("tp_comm_overlap", "delay_wgrad_compute", "moe_shared_expert_overlap"),
+)
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
-# Megatron's flags that are read: their default, or the type of their value if that is None.
-_FLAGS: Mapping[str, Any] = {
-    **dict.fromkeys(
-        (
-            *(*SIZES, "vocab_size", "mtp_num_layers", "micro_batch_size", "global_batch_size"),
-            *("expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank"),
-            *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
-            *("decoder_last_pipeline_num_layers", "recompute_num_layers"),
-            *("microbatch_group_size_per_virtual_pipeline_stage", "padded_vocab_size"),
-            *("decoder_num_layers", "tensor_parallel_num_weight_shards"),
-            "expert_tensor_parallel_num_weight_shards",
-        ),
-        int,
-    ),
-    **_NOT_COUNTED,
-    **LATENT,
-    **dict.fromkeys(
-        (
-            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_query_groups"),
-            *("context_parallel_size", "expert_model_parallel_size"),
-            "num_distributed_optimizer_instances",
-        ),
-        1,
-    ),
-    "make_vocab_size_divisible_by": 128,
-    "init_method_std": 0.02,
-    "lr": float,
-    "rotary_base": 10_000,
-    "moe_router_topk": 2,
-    **dict.fromkeys(_DROPOUTS, float),
-    **dict.fromkeys(
-        (
-            *("recompute_granularity", "recompute_method", "fp8_format", "fp4_format"),
-            *("pipeline_model_parallel_layout", "hybrid_layer_pattern", "yaml_cfg"),
-            *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
-            *("moe_layer_freq", "hybrid_override_pattern", "experimental_attention_variant"),
-        ),
-        str,
-    ),
-    "attention_backend": "auto",
-    "softmax_type": "vanilla",
-    "moe_token_dispatcher_type": "allgather",
-    "position_embedding_type": "learned_absolute",
-    "normalization": "LayerNorm",
-    "transformer_impl": "transformer_engine",
-    "main_grads_dtype": "fp32",
-    "optimizer": "adam",
-    "fp8_recipe": "delayed",
-    **dict.fromkeys(("recompute_modules", "moe_router_load_balancing_type", "spec"), list),
-    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
-    **dict.fromkeys(
-        (
-            *("multi_latent_attention", "swiglu", "untie_embeddings_and_output_weights"),
-            *("group_query_attention", "add_qkv_bias", "qk_layernorm", "bf16", "fp16"),
-            *("sequence_parallel", "use_tp_pp_dp_mapping", "use_distributed_optimizer"),
-            *("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16"),
-            *("accumulate_allreduce_grads_in_fp32", "ddp_reduce_scatter_with_fp32_accumulation"),
-            *("recompute_activations", "optimizer_cpu_offload", "overlap_moe_expert_parallel_comm"),
-            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-            *("deterministic_mode", "use_torch_fsdp2", "use_megatron_fsdp", "is_hybrid_model"),
-            *("quick_geglu", "use_rotary_position_embeddings", "attention_output_gate"),
-            "moe_shared_expert_gate",
-        ),
-        False,
-    ),
-    "fp32": False,  # and the short forms
-    **dict.fromkeys(("pp", "tp", "dp", "microbatches"), int),
-    "model": str,
-}
-_SWITCHED_OFF = {
-    "disable_bias_linear": "add_bias_linear",
-    "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
-    "no_align_grad_reduce": "align_grad_reduce",
-    "no_align_param_gather": "align_param_gather",
-}
-# What our rules read of a run where no flag says otherwise.
-_OF_RUNS: Mapping[str, Any] = {
-    "moe_layer_freq": 1,
-    "moe_router_load_balancing_type": "aux_loss",
-    "overlap_p2p_comm": True,
-    "timing_log_level": 0,
-    "distributed_timeout_minutes": 10,
-    "clip_grad": 1.0,
-    **dict.fromkeys(
-        (
-            *("use_checkpoint_args", "use_mp_args_from_checkpoint_args", "encoder_num_layers"),
-            *("loss_scale", "train_iters"),
-        )
-    ),
-}
 _SHORT = {
     "model": "a model that the planner knows, in 16 bits",
     "pp": "--pipeline-model-parallel-size",
@@ -184,7 +90,7 @@ def read_words(words: Sequence[str], typed: Sequence[str] = ()) -> Namespace:
     """Return the namespace of a training's flags.
 
     Args:
-        words: the flags of a training, of which some are not known here.
+        words: the flags of a training, of which some may be its script's own.
         typed: flags that a user has typed for a command. All are known; they override the others.
 
     Raises:
@@ -202,8 +108,6 @@ def read_words(words: Sequence[str], typed: Sequence[str] = ()) -> Namespace:
             raise ValueError(f"there is no {word}; did you mean {near[0]}?")
     if unknown:
         hint = suggestion(unknown, parser._option_string_actions)
-        if not hint and unknown[0].startswith("--"):
-            hint = "; a flag of Megatron's that says nothing here goes behind --"
         raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     _write_out(args)
     return args
@@ -231,8 +135,8 @@ def unread(words: Sequence[str], typed: Sequence[str]) -> Mapping[str, str]:
 
 def not_counted(args: Namespace) -> Iterator[str]:
     """Yield the flags of a model that change memory or time, and that no prediction counts."""
-    for name, known in _NOT_COUNTED.items():
-        default = None if isinstance(known, type) else known
+    for name in _NOT_COUNTED:
+        default = _parser().get_default(name)
         if getattr(args, name, default) not in (None, default):
             yield flag_of(name)
     yield from (
@@ -248,8 +152,8 @@ def not_counted(args: Namespace) -> Iterator[str]:
 def help_of_flags(rule: str) -> str:
     """Return what a command's help says of a training's flags; ``rule`` is the command's own."""
     text = (
-        "Megatron's and ours, such as --schedule and --segments; behind -- also flags that say "
-        f"nothing here{f'; {rule}' if rule else ''}. Short forms:"
+        "Megatron's and ours, such as --schedule and --segments; behind -- also those of your own "
+        f"script{f'; {rule}' if rule else ''}. Short forms:"
     )
     rows = (f"--{name}: {what}" for name, what in _SHORT.items())
     return "\n".join(
@@ -259,24 +163,21 @@ def help_of_flags(rule: str) -> str:
     )
 
 
+@cache
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_arguments(parser)
-
-    kinds: Mapping[type, Mapping[str, Any]] = {
-        bool: {"action": "store_true"},
-        list: {"nargs": "+"},
-    }
-    for name, known in _FLAGS.items():
-        kind, default = (known, None) if isinstance(known, type) else (type(known), known)
-        options = kinds.get(kind, {"type": kind})
-        flag = flag_of(name)
-        parser.add_argument(flag, dest=attribute_of(flag), default=default, **options)
-    for name, attribute in _SWITCHED_OFF.items():
-        parser.add_argument(flag_of(name), dest=attribute, action="store_false")
+    flags = json.loads(MEGATRON_FLAGS.read_text(encoding="utf-8"))
+    for flag, (name, kind, number, default) in flags.items():
+        several = {} if number is None else {"nargs": number}
+        parser.add_argument(flag, dest=name, default=default, **KINDS[kind], **several)
+    for name in ("pp", "tp", "dp", "microbatches"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--model")
     parser.add_argument("--layers", type=counts_or_auto)
     parser.add_argument("--recompute", choices=get_args(Recompute))
-    parser.set_defaults(**_OF_RUNS)
+    parser.add_argument("--fp32", action="store_true")
+    parser.set_defaults(**dict.fromkeys(_DROPOUTS))  # `_write_out` looks whether they are given
     return parser
 
 
