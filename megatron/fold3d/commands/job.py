@@ -42,7 +42,6 @@ def run_of(
 
     Args:
         args: Megatron's namespace, with the number of replicas and the batch.
-        config: read from it.
         estimate: the costs and the memory of a candidate.
         shape: the model, if there is one.
         cluster: the GPUs, of whose memory the run may hold the planner's share; if they are known.
@@ -209,7 +208,6 @@ def setup_of(args: Namespace, data_parallel: int) -> Setup:
 
     Args:
         args: Megatron's namespace.
-        data_parallel: replicas of the model.
     """
     # Fused attention keeps no scores and computes them again, as selective recomputation.
     is_fused = args.transformer_impl == "transformer_engine"

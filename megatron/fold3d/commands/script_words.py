@@ -161,16 +161,11 @@ class _Reader:
     """What a script has done up to a token.
 
     Attributes:
-        tokens: all of them.
         fails: the conditions that are not known and taken not to hold; others are taken to hold.
-        at: the next token.
         reads: whether what comes next has an effect: it is in no branch that is not taken.
         status: whether the last command succeeded; None if that is not known.
-        values: of variables.
         commands: the words of those that have flags.
-        reasons: as of `ScriptWords`.
         used: variables that a command or another variable names.
-        unknown: the conditions that are not known.
     """
 
     tokens: Sequence[str]

@@ -27,9 +27,6 @@ class Report:
     """A simulated run, to be shown.
 
     Attributes:
-        name: what was simulated.
-        run: the run.
-        found: its plan and its iterations.
         peaks: the most bytes that each rank's GPU holds; empty if memory is not known.
         cluster: the GPUs, if there are any.
         left_out: flags that the simulation ignores.

@@ -118,7 +118,6 @@ def unread(words: Sequence[str], typed: Sequence[str]) -> Mapping[str, str]:
 
     Args:
         words: as of `read_words`, with a dollar sign where a part could not be read.
-        typed: likewise.
     """
     known = _parser()._option_string_actions
     values = {

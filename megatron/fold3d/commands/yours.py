@@ -52,7 +52,6 @@ class Yours:
     """The run of a user's own flags.
 
     Attributes:
-        run: as it is.
         alone: with each of stock's flags that it lacks, fastest first; of one of ours, none.
         same_layout: the best of stock in its layout, if any fits.
         coded: as it is, but with coded all-gathers, if it can have them and has not.

@@ -89,7 +89,6 @@ def may_try(args: Namespace, part: str) -> bool:
     """Tell whether ``--schedule auto`` may try a part of the word: nothing says or refuses it.
 
     Args:
-        args: as of `refusals`.
         part: the part, such as ``step=next``.
     """
     key = part.partition("=")[0]

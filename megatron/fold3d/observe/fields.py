@@ -46,7 +46,6 @@ def from_file[T](path: Path, kind: type[T], what: str) -> T:
 
     Args:
         path: a TOML file with one ``field = value`` per line, or a JSON file with one object.
-        kind: the data class.
         what: the name for such an object in messages.
 
     Raises:

@@ -46,7 +46,6 @@ class Run:
         timeline: the timeline of its traced iterations, if there are any.
         row: what they say beside the timeline.
         flags: the values of Megatron's flags that the log lists.
-        shares_cores: as its traces say.
     """
 
     name: str
@@ -254,7 +253,6 @@ class LossAgreement:
     Attributes:
         common: iterations that have a loss in all runs, and in all rounds of each.
         equal: how many of these are equal in every digit that was logged.
-        first_difference: the first that is not.
         largest: the largest relative difference from the first run.
     """
 

@@ -59,9 +59,7 @@ def spans_of(row: IterationTrace, number: int = 0, zero_s: float = 0.0) -> Itera
     A span inside another one interrupts it.
 
     Args:
-        row: the iteration.
         number: its number among those that are shown.
-        zero_s: its start.
     """
     events = sorted(_in_turns(row.events), key=lambda event: (event.start_s, -event.end_s))
     shown = [(e, _action(e.name)) for e in events if e.kind != "p2p" and not _is_gap(e)]

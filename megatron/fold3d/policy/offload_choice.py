@@ -51,7 +51,6 @@ def choose_offload(program: Program, measured: OffloadTimes, *, sparing: bool) -
     """Return how many activations to offload, and the smallest depth that hides their copies.
 
     Args:
-        program: the computations of a rank.
         measured: the times and bytes that this rank has measured.
         sparing: offload no more than memory requires, and only as much as computations hide;
             otherwise offload all, and hide nearly as much as memory allows.

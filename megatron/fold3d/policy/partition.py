@@ -187,7 +187,6 @@ def _layouts(
 
     Args:
         num_layers: layers that are left for the following stages.
-        num_stages: the number of following stages.
         most: layers that each rank has room for in addition to those of ``begun``.
         begun: layers of the stages before.
     """

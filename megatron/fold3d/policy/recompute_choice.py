@@ -36,7 +36,6 @@ class CountsChoice:
     """How many layers each stage of a rank recomputes, and the bytes that this takes.
 
     Attributes:
-        recomputed: layers by stage.
         peak_bytes: bytes of saved activations at the peak, those of recomputation included.
     """
 

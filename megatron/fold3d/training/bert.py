@@ -70,7 +70,6 @@ def loss_func(
     valid on the current stream.
 
     Args:
-        batch: as from `get_batch`.
         output: the loss of each token ``[batch, seq]``, and the logits of the binary head
             ``[batch, 2]``; the model's.
     """

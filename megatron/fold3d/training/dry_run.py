@@ -121,9 +121,6 @@ def _next(known: Cluster, name: str) -> str:
 def planned(args: Namespace, config: Fold3DConfig, known: Cluster | None) -> PredictedRun:
     """Return the planner's view of a run, settled.
 
-    Args:
-        known: the cluster, if one is named.
-
     Raises:
         ValueError: the planner does not model it.
     """

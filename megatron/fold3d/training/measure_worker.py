@@ -145,7 +145,6 @@ def _forward_and_backward(
 
     Args:
         model: a layer, with the embedding or the head if it is to have them.
-        shape: the shape of its hidden states.
         tokens: the tokens of the micro-batch, sequences by positions, for the embedding.
         labels: the labels of the micro-batch, for the head.
     """
