@@ -13,7 +13,7 @@ from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.predict.search.segments import iterations
 from megatron.fold3d.training import layer_memory
 from megatron.fold3d.training.auto_segments import choose, flags_of
-from megatron.fold3d.training.measurement_cache import MeasurementCache
+from megatron.fold3d.training.measurement_cache import cache_file, read, write
 
 Parse = Callable[[str], Namespace]
 
@@ -180,16 +180,16 @@ def test_measurements_are_kept_for_what_they_are_of(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("WORLD_SIZE", "4")
     flags = "--schedule aiao --device cpu"
-    kept = MeasurementCache(parse(flags))
-    assert kept.read() is None
-    kept.write(MEASURED)
-    assert MeasurementCache(parse(f"{flags} --lr 0.1")).read() == MEASURED
-    assert MeasurementCache(parse(f"{flags} --hidden-size 512")).read() is None
-    assert MeasurementCache(parse(f"{flags} --use-tp-pp-dp-mapping")).read() is None
+    kept = cache_file(parse(flags))
+    assert read(kept) is None
+    write(kept, MEASURED)
+    assert read(cache_file(parse(f"{flags} --lr 0.1"))) == MEASURED
+    assert cache_file(parse(f"{flags} --hidden-size 512")) != kept
+    assert cache_file(parse(f"{flags} --use-tp-pp-dp-mapping")) != kept
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert MeasurementCache(parse(flags)).read() is None
-    kept.path.write_text("{}")
-    assert kept.read() is None
+    assert cache_file(parse(flags)) != kept
+    kept.write_text("{}")
+    assert read(kept) is None
 
 
 def test_segments_for_a_schedule_that_is_chosen_later_are_those_of_aiao(parse: Parse):

@@ -38,9 +38,9 @@ from megatron.fold3d.policy.partition import Layers
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.predict.search.candidates import MOST_SEGMENTS
 from megatron.fold3d.predict.search.segments import by_simulation, with_layers
+from megatron.fold3d.training import measurement_cache
 from megatron.fold3d.training.layer_memory import room_for_layers
 from megatron.fold3d.training.leaving import meeting_point
-from megatron.fold3d.training.measurement_cache import MeasurementCache
 from megatron.fold3d.training.mistakes import script
 
 PATIENCE_S = 600.0
@@ -129,21 +129,21 @@ def choose_segments(
             measure(argv, defaults)
         agreed: list[str] = store.get("segments").decode().split()
         return agreed
-    kept = MeasurementCache(args)
-    measured = kept.read()
+    kept = measurement_cache.cache_file(args)
+    measured = measurement_cache.read(kept)
     store.set("measure", str(int(measured is None)))
-    source = f"measured earlier, in {kept.path}"
+    source = f"measured earlier, in {kept}"
     if measured is None:
         measured = HardwareProfile.from_json(measure(argv, defaults))
-        source = f"measured now, kept in {kept.path}"
-        kept.write(measured)
+        source = f"measured now, kept in {kept}"
+        measurement_cache.write(kept, measured)
     room = None if builds_own_model else room_for_layers(args)
     choice = choose(args, measured, job_sizes.num_microbatches(args), room)
     # For `fold3d simulate --costs`.
     stages = int(args.pipeline_model_parallel_size) * choice.num_segments
     costs = measured.costs(choice.layers or (num_layers(args) / stages,) * stages)
-    name = f"{kept.path.stem}-costs-of-{choice.num_segments}-segments.json"
-    kept.path.with_name(name).write_text(costs.to_json(), encoding="utf-8")
+    name = f"{kept.stem}-costs-of-{choice.num_segments}-segments.json"
+    kept.with_name(name).write_text(costs.to_json(), encoding="utf-8")
     flags = flags_of(choice)
     store.set("segments", " ".join(flags))
     said = [f"{shlex.join(flags)}; {choice.reason}; {source}"]

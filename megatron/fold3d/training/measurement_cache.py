@@ -1,7 +1,7 @@
 """Measurements kept between runs: one file per shape of a run and kind of hardware.
 
-A file records its shape and hardware, and is used only for runs with exactly these. To measure
-again, delete it.
+A file is named after its shape and hardware, and is used only for runs with exactly these. To
+measure again, delete it.
 """
 
 import hashlib
@@ -10,7 +10,6 @@ import os
 import platform
 import re
 from argparse import Namespace
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -31,35 +30,31 @@ SHAPE = (
 )
 
 
-class MeasurementCache:
-    """The file of one shape on one kind of hardware."""
+def cache_file(args: Namespace) -> Path:
+    """Return the file of a run's shape on its hardware, whether it exists or not."""
+    of = {name: getattr(args, name) for name in SHAPE} | {
+        "nodes": os.environ.get("GROUP_WORLD_SIZE", "1"),  # torchrun counts them so
+        "ranks": os.environ["WORLD_SIZE"],
+        "accelerator": device_name(torch.device(args.device)),
+        "cluster": re.sub(r"\d+", "", platform.node()),  # node017 is as good as node003
+        "torch": torch.__version__,
+    }
+    text = json.dumps(of, sort_keys=True, default=str)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "fold3d" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
-    def __init__(self, args: Namespace) -> None:
-        of = {name: getattr(args, name) for name in SHAPE} | {
-            "nodes": os.environ.get("GROUP_WORLD_SIZE", "1"),  # torchrun counts them so
-            "ranks": os.environ["WORLD_SIZE"],
-            "accelerator": device_name(torch.device(args.device)),
-            "cluster": re.sub(r"\d+", "", platform.node()),  # node017 is as good as node003
-            "torch": torch.__version__,
-        }
-        text = json.dumps(of, sort_keys=True, default=str)
-        self._of = json.loads(text)
-        name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.path = home / "fold3d" / f"{name}.json"
 
-    def read(self) -> HardwareProfile | None:
-        """Return what was measured; None if there is no file, or it is of another run's shape."""
-        try:
-            kept = json.loads(self.path.read_text(encoding="utf-8"))
-            return HardwareProfile(**kept["measured"]) if kept["of"] == self._of else None
-        except (OSError, KeyError, TypeError, ValueError):
-            return None
+def read(file: Path) -> HardwareProfile | None:
+    """Return what was measured; None if there is no file, or it is of another version."""
+    try:
+        return HardwareProfile.from_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
-    def write(self, measured: HardwareProfile) -> None:
-        """Keep what was measured."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"of": self._of, "measured": asdict(measured)}, indent=1)
-        unfinished = self.path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(self.path)
+
+def write(file: Path, measured: HardwareProfile) -> None:
+    """Keep what was measured."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(measured.to_json(), encoding="utf-8")
+    unfinished.replace(file)
