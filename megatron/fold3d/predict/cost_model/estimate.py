@@ -251,7 +251,7 @@ class _Pipeline:
     def _tp_sync_s(self) -> tuple[float, ...]:
         """TP.sync, which nothing hides.
 
-        Between two nodes NCCL's trees send an all-reduce's bytes once each way, a ring nearly twice.
+        Between two nodes NCCL's trees send an all-reduce's bytes once each way, a ring twice.
         """
         t, per_node = self.setup.tensor_parallel, self.cluster.gpus_per_node
         bytes_per_s, _ = self._bandwidths(t, self.setup.num_replicas)
