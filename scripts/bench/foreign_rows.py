@@ -38,7 +38,7 @@ from megatron.fold3d.predict.search.candidates import Candidate
 from scripts.bench.tables import markdown, parser_of
 
 FILE = Path(__file__).parents[2] / "tests/data/foreign_tables.json"
-_MOST_TRIES, _CLOSE = 12, 1e-4  # until GPUs are as fast as measured
+_MOST_TRIES, _CLOSE = 12, 1e-3  # until GPUs are as fast as measured
 _FEWEST = 3  # rows that have a rank
 _VTRAIN = {
     "hidden": "hidden size",
