@@ -264,7 +264,7 @@ def _lines(found: Sequence[Compared], scaled: Set[str]) -> Iterator[tuple[str, .
         )
         opened, held = halves
         ranked = name not in scaled and held.rank == held.rank
-        rank = (f"{held.rank:.2f}", f"{held.regret:.1%}") if ranked else ("", "")
+        rank = (f"{held.rank:.3f}", f"{held.regret:.1%}") if ranked else ("", "")
         yield (name, *opened.cells, *held.cells, *rank)
 
 
@@ -277,7 +277,7 @@ def draw(found: Sequence[Compared]) -> bytes:
     ends = min(times) / 1.2, max(times) * 1.2
     axes.fill_between(ends, [0.9 * s for s in ends], [1.1 * s for s in ends], color="0.9")
     axes.plot(ends, ends, color="0.6", linewidth=1)
-    kinds = dict.fromkeys(one.row.table.partition(",")[0].rpartition(" ")[0] for one in found)
+    kinds = dict.fromkeys(one.row.table.split()[0] for one in found)
     for number, kind in enumerate(kinds):
         for held in (False, True):
             some = [c for c in found if c.compared and c.row.held is held]
