@@ -81,6 +81,28 @@ def test_a_group_inside_a_node_leaves_the_nic_alone():
     assert bytes_sent == pytest.approx(4 * held.dense)
 
 
+@pytest.mark.parametrize(("tensor", "factor"), [(8, 1), (4, 4), (1, 4)])
+def test_rings_with_several_gpus_of_a_node_go_through_one_of_its_nics(tensor, factor):
+    shape = model_shape("gpt3-18b")
+    setup = Setup(tensor_parallel=tensor, data_parallel=32 // tensor)
+    together, apart = (
+        estimate(shape, cluster(f"a100x32-{rate}g"), setup, num_ranks=1, num_segments=1).costs
+        for rate in ("800", "4x200")
+    )
+    assert apart.grad_sync_s[0] == pytest.approx(factor * together.grad_sync_s[0])
+    assert apart.p2p_s == together.p2p_s
+
+
+def test_trees_between_two_nodes_send_an_all_reduce_once():
+    shape, setup = model_shape("gpt3-18b"), Setup(tensor_parallel=16)
+    ring = replace(setup, sequence_parallel=True)
+    tree_s, ring_s = (
+        estimate(shape, cluster("a100x16"), each, num_ranks=1, num_segments=1).costs.tp_sync_s[0]
+        for each in (setup, ring)
+    )
+    assert tree_s == pytest.approx(ring_s * 16 / 15 / 2)
+
+
 def test_gradients_of_16_bits_take_half_the_memory_and_half_the_time():
     shape, large = model_shape("gpt3-18b"), replace(SETUP_39B, distributed_optimizer=True)
     of_32, of_16 = (

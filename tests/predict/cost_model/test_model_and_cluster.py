@@ -85,6 +85,18 @@ def test_giga_in_place_of_units_are_refused(field: str, value: float, message: s
         replace(cluster("a100x8"), **{field: value})
 
 
+def test_a_name_may_say_how_many_nics_a_node_has():
+    found = cluster("a100x16-4x200g")
+    assert (found.nics, found.nic_bytes_per_s) == (4, 100e9)
+    assert cluster("a100x16-800g") == replace(found, nics=1, name="a100x16-800g")
+
+
+def test_slow_links_lose_headers_alone():
+    assert cluster("a100x16-10g").nic_efficiency == pytest.approx(0.94, abs=0.002)
+    assert cluster("a100x16-25g").nic_efficiency == NODES["a100"].nic_efficiency
+    assert cluster("testbedx2-0.1g").nic_efficiency == NODES["testbed"].nic_efficiency
+
+
 @pytest.mark.parametrize("name", ["b300x8", "a100", "a100xmany", ""])
 def test_an_unknown_cluster_is_refused_with_those_there_are(name):
     with pytest.raises(ValueError, match=r"unknown cluster .*; write <node>x<gpus>"):

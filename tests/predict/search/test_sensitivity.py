@@ -40,8 +40,8 @@ def test_a_gain_rests_on_blocking_sends_and_efficiencies():
     cases = tuple(gains_if_off_by_half(SHAPE, SLOW, judged(OURS), stock))
     assert [case.assumption for case in cases] == [
         "stock waits half as long for its sends",
-        "NICs achieve 32% instead of 65%",
-        "NICs achieve 98% instead of 65%",
+        "NICs achieve 47% instead of 94%",
+        "NICs achieve 100% instead of 94%",
         "GPUs achieve 40% instead of 79%",
         "GPUs achieve 100% instead of 79%",
     ]

@@ -32,6 +32,9 @@ class Cluster:
     host_copy_bytes_per_s: float
     """Between all GPUs of a node and its host memory, in one direction."""
     host_memory_bytes: float
+    nics: int = 1
+    """Of a node. Where GPUs share several, a ring that passes through more than one GPU of a node
+    enters and leaves it through one of them."""
     nic_latency_s: float = 10e-6
     compute_efficiency: float = 0.45
     """Of all computation; with `memory_bytes_per_s`, of large matrix products alone."""
@@ -216,14 +219,17 @@ NODES["testbed"] = Cluster(
     host_memory_bytes=16 * GIGA,
 )
 
-_NAME = re.compile(r"(?P<node>[a-z0-9-]+?)x(?P<gpus>\d+)(?:-(?P<gigabits>\d+(\.\d+)?)g)?")
+_NAME = re.compile(
+    r"(?P<node>[a-z0-9-]+?)x(?P<gpus>\d+)(?:-(?:(?P<nics>\d+)x)?(?P<gigabits>\d+(\.\d+)?)g)?"
+)
+_TCP_GIGABITS, _TCP_SHARE = 10, 1448 / 1538  # up to here the link is the limit, less all headers
 
 
 def cluster(name: str) -> Cluster:
     """Return a cluster by its name, ``<node>x<gpus>[-<Gb/s per node>g]``, or from a file.
 
-    ``a100x128-200g`` is 16 nodes of 8 A100 with 200 Gb/s each. A JSON or TOML file has the fields
-    of `Cluster`.
+    ``a100x128-200g`` is 16 nodes of 8 A100 with 200 Gb/s each, ``a100x128-4x200g`` has four such
+    NICs in each node. A JSON or TOML file has the fields of `Cluster`.
 
     Raises:
         ValueError: the name or the file does not describe a cluster, or GPUs do not fill nodes.
@@ -246,4 +252,7 @@ def cluster(name: str) -> Cluster:
     found = replace(node, name=match[0], num_nodes=num_gpus // per_node, gpus_per_node=per_node)
     if match["gigabits"] is None:
         return found
-    return replace(found, nic_bytes_per_s=float(match["gigabits"]) / 8 * GIGA)
+    nics, gigabits = int(match["nics"] or 1), float(match["gigabits"])
+    reached = max(node.nic_efficiency, _TCP_SHARE if gigabits <= _TCP_GIGABITS else 0)
+    rate = nics * gigabits / 8 * GIGA
+    return replace(found, nics=nics, nic_bytes_per_s=rate, nic_efficiency=reached)

@@ -249,9 +249,15 @@ class _Pipeline:
         )
 
     def _tp_sync_s(self) -> tuple[float, ...]:
-        """TP.sync, which nothing hides."""
-        bytes_per_s, _ = self._bandwidths(self.setup.tensor_parallel, self.setup.num_replicas)
+        """TP.sync, which nothing hides.
+
+        Between two nodes NCCL's trees send an all-reduce's bytes once each way, a ring twice.
+        """
+        t, per_node = self.setup.tensor_parallel, self.cluster.gpus_per_node
+        bytes_per_s, _ = self._bandwidths(t, self.setup.num_replicas)
         sync_s = tensor_parallel_bytes(self.shape, self.setup) / bytes_per_s
+        if t == 2 * per_node > 2 and not self.setup.sequence_parallel:
+            sync_s *= t / (t - 1) / 2
         return tuple(len(layers) * sync_s for layers in self.shape.stage_layers(self.split))
 
     def _context_s(self) -> tuple[float, ...]:
@@ -376,6 +382,11 @@ class _Pipeline:
         cluster = self.cluster
         per_node, goodput = cluster.gpus_per_node, cluster.goodput_bytes_per_s
         *inner, replicas = group_bandwidths(sizes, per_node, cluster.intra_bytes_per_s, goodput)
-        if self.setup.order == "tp-pp-dp" and self._replicas_span > per_node:
-            replicas = goodput / min(per_node, prod(sizes[:-1]))
+        rings = prod(sizes[:-1])
+        if self.setup.order == "tp-pp-dp":
+            if self._replicas_span > per_node:
+                replicas = goodput / min(per_node, rings)
+            rings *= self.num_ranks
+        if rings < per_node < rings * sizes[-1] and cluster.nics < per_node:
+            replicas /= cluster.nics  # each ring has several GPUs of a node
         return (*inner, replicas)
