@@ -1,35 +1,72 @@
-"""Plots, which matplotlib draws: an extra, so that who asks for no picture needs no library."""
+"""Plots, which matplotlib draws: an extra, so that who asks for no picture needs no library.
+
+All pictures have one width, one size of words, and the colors of `palette`. An SVG follows its
+reader's choice of a light or a dark page.
+"""
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from logging import ERROR, getLogger
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from megatron.fold3d.observe.report.palette import DARK, PLAIN, SERIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NO_PICTURE = "no picture without matplotlib: pip install '.[plots]' in the checkout of FOLD3D"
+WIDTH, SIZE = 560.0, 12.0
+"""Of a picture and of its words, in points: words are 9 pixels high where a phone shows it."""
+
+_STYLE: Mapping[str, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fold3d",  # equal pictures are equal files
+    "font.sans-serif": ("DejaVu Sans", "Verdana", "Helvetica"),
+    "font.size": SIZE,
+    "axes.titlesize": SIZE,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "figure.facecolor": PLAIN["page"],
+    "axes.facecolor": "none",
+    "axes.edgecolor": PLAIN["line"],
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.axisbelow": True,
+    "axes.labelcolor": PLAIN["soft"],
+    "xtick.color": PLAIN["line"],
+    "ytick.color": PLAIN["line"],
+    "xtick.labelcolor": PLAIN["ink"],
+    "ytick.labelcolor": PLAIN["ink"],
+    "text.color": PLAIN["ink"],
+    "grid.color": PLAIN["line"],
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+}
 
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 """The points of each line, by its name."""
 
 
-def figure(asked: str, width: float, height: float) -> "Figure":
-    """Return an empty picture; ``asked`` is the option that asks for it.
+def figure(asked: str, height: float) -> "Figure":
+    """Return an empty picture, ``height`` points high; ``asked`` is the option that asks for it.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
     getLogger("matplotlib.font_manager").setLevel(ERROR)  # at first it says that it makes a cache
     try:
+        from matplotlib import rcParams
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError(f"{asked}: {NO_PICTURE}") from None
-    return Figure(figsize=(width, height), layout="constrained")
+    rcParams.update(_STYLE)
+    picture = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
+    picture.patch.set_gid("page")
+    return picture
 
 
-def plot_losses(title: str, panels: Mapping[str, Lines], kind: str = "svg") -> bytes:
-    """Return losses in plots side by side, an SVG or a ``png``; equal losses give equal bytes.
+def plot_losses(title: str, panels: Mapping[str, Lines]) -> bytes:
+    """Return the SVG of losses in plots one above the other; equal losses give equal bytes.
 
     Args:
         title: stands above them.
@@ -38,25 +75,29 @@ def plot_losses(title: str, panels: Mapping[str, Lines], kind: str = "svg") -> b
     Raises:
         ValueError: matplotlib is not installed.
     """
-    picture = figure("--svg", 12, 4.4)
-    picture.suptitle(title, x=0.01, ha="left", weight="bold")
-    for axes, (over, lines) in zip(picture.subplots(1, len(panels)), panels.items(), strict=True):
+    picture = figure("--svg", 240 * len(panels) + 100)
+    picture.suptitle(title, x=0.01, ha="left", weight="bold", size=SIZE)
+    for axes, (over, lines) in zip(picture.subplots(len(panels), 1), panels.items(), strict=True):
         axes.set(xlabel=over, ylabel="loss")
-        axes.grid(color="0.9")
+        axes.set_prop_cycle(color=SERIES)
+        axes.grid()
         for number, (name, points) in enumerate(lines.items()):
             # Where lines lie on each other, the ones below shine through the gaps of those above.
-            style = "--" if number else "-"
+            style = "-" if not number else "--" if number < len(SERIES) else ":"
             x, y = [x for x, _ in points], [y for _, y in points]
             axes.plot(x, y, style, label=name, gid=f"{name} over {over}")
-    picture.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    return as_bytes(picture, title, kind)
+    picture.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return as_bytes(picture, title)
 
 
-def as_bytes(picture: "Figure", title: str, kind: str = "svg") -> bytes:
-    """Return a picture as a file: equal ones give equal bytes, and the text of an SVG is text."""
-    from matplotlib import rc_context
-
+def as_bytes(picture: "Figure", title: str, description: str | None = None) -> bytes:
+    """Return a picture as an SVG whose text is text, and whose plain colors follow the page's."""
     written = BytesIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        picture.savefig(written, format=kind, metadata={"Date": None, "Title": title})
-    return written.getvalue()
+    metadata = {"Date": None, "Title": title, "Description": description}
+    picture.savefig(written, format="svg", metadata=metadata)
+    rules = [f"#page path {{fill: {DARK['page']} !important}}"]
+    for name in DARK.keys() - {"page"}:
+        for what in ("fill", "stroke"):
+            rules.append(f'[style*="{what}: {PLAIN[name]}"] {{{what}: {DARK[name]} !important}}')
+    media = f"@media (prefers-color-scheme: dark) {{{' '.join(sorted(rules))}}}</style>"
+    return written.getvalue().replace(b"</style>", media.encode(), 1)
