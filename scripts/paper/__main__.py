@@ -61,12 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     print(result.text())
-    if result.curves:
-        args.pictures.mkdir(parents=True, exist_ok=True)
-        files = [args.pictures / f"{result.name}-curves.{suffix}" for suffix in result.curves]
-        for file, drawn in zip(files, result.curves.values(), strict=True):
-            file.write_bytes(drawn)
-        print("\ncurves in", *files)
     if can_draw():
         pictures = draw(result, args.pictures, measured=args.collect is not None)
         print("\ndrawn in", *pictures)

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megatron.fold3d.commands.pictures import plot_losses
-from scripts.paper.draw import can_draw
+from scripts.paper.draw import by_system, can_draw
 
 FILE = Path(__file__).with_name("curves.json")
 TARGET = 2.9
@@ -44,17 +44,14 @@ def stored() -> dict[str, Curve]:
     return {name: Curve(**found) for name, found in json.loads(FILE.read_text()).items()}
 
 
-def picture(curves: Mapping[str, Curve]) -> dict[str, bytes]:
-    """Return the losses over iterations and over time, by suffix; empty without matplotlib."""
+def picture(curves: Mapping[str, Curve]) -> bytes:
+    """Return the SVG of losses over iterations and over time; empty without matplotlib."""
     if not can_draw():
-        return {}
-    over_time = {name: curve.points() for name, curve in curves.items()}
+        return b""
+    over_time = {name: curves[name].points() for name in by_system(curves)}
     over_steps = {
         name: [(n, loss) for n, (_, loss) in enumerate(points, _SMOOTHED)]
         for name, points in over_time.items()
     }
     title = "Loss of a small GPT on real text, measured"
-    return {
-        kind: plot_losses(title, {"iteration": over_steps, "seconds": over_time}, kind)
-        for kind in ("svg", "png")
-    }
+    return plot_losses(title, {"iteration": over_steps, "seconds": over_time})

@@ -1,19 +1,26 @@
-"""Draw a result: simulated numbers as hatched bars, published ones as outlines.
+"""Draw a result: a bar for each number of ours, and a stroke where the paper's is.
 
-matplotlib is an extra, `plots`; without it there are only the rows in text. An SVG describes itself
-with these rows.
+matplotlib is an extra, `plots`; without it there are only the rows in text. A picture describes
+itself with these rows.
 """
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from scripts.paper.results import Grid, Result
+from megatron.fold3d.commands.pictures import SIZE, as_bytes, figure
+from megatron.fold3d.observe.report.palette import PLAIN, SERIES, color
+from scripts.paper.results import Grid, Number, Result, short
 
 NEEDS = "no pictures without matplotlib: .venv/bin/pip install -e '.[plots]'"
-_GREYS = ("0.25", "0.75", "0.5", "0.9")  # neighbours differ in print
 _PUBLISHED = "published"
-_HATCHES = ("///", "---", "\\\\\\", "xxx")
+_SYSTEMS = ("fold3d", "megatron", "dspeed3d", "zero3")
+_KINDS = {"fwd": "forward", "bwd": "backward", "dpsync": "sync", "ppsync": "p2p", "copies": "copy"}
+_PAINTS = {name: color(kind, 0, 1) for name, kind in _KINDS.items()} | {"bubble": PLAIN["update"]}
+_Group = Sequence[tuple[str, Number]]
+"""A group of bars: what each shows, and its number."""
 
 
 def can_draw() -> bool:
@@ -22,64 +29,103 @@ def can_draw() -> bool:
 
 
 def draw(result: Result, folder: Path, *, measured: bool = False) -> list[Path]:
-    """Write the result's pictures, an SVG and a PNG for each grid that is drawn.
+    """Write the result's pictures, an SVG for each grid that is drawn, and one of its curves.
 
     Args:
         result: what to draw.
         folder: where to; it is made.
-        measured: whether ours come from runs: then bars are plain, and the title says so.
+        measured: whether ours come from runs, as the title then says.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = [grid for grid in result.grids if {*grid.drawn} & {*grid.columns}]
-    written = []
-    for index, grid in enumerate(drawn):
-        stem = result.name if index == 0 else f"{result.name}-{index + 1}"
-        written += _picture(result, grid, folder / stem, measured=measured)
-    return written
-
-
-def _picture(result: Result, grid: Grid, stem: Path, *, measured: bool) -> list[Path]:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    rows, columns = grid.rows, [column for column in grid.drawn if column in grid.columns]
-    figure = Figure(figsize=(max(7.0, 0.9 * len(rows) + 2), 4.5), layout="constrained")
-    axes = figure.subplots()
-    for index, column in enumerate(columns):
-        _bars(axes, grid, column, index, len(columns), measured=measured)
-    axes.set_xticks(range(len(rows)), rows, rotation=45, ha="right", fontsize=8)
-    axes.set_ylabel(grid.axis or grid.title)
-    axes.set_title(f"{result.title} ({'measured' if measured else 'simulated'})", fontsize=10)
-    by_label = {text: bars for bars, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    if outline := by_label.pop(_PUBLISHED, None):
-        by_label[_PUBLISHED] = outline  # behind ours
-    figure.legend(by_label.values(), by_label, fontsize=8, loc="outside right upper")
-    svg, png = (stem.with_suffix(suffix) for suffix in (".svg", ".png"))
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": result.name}):
-        figure.savefig(svg, metadata={"Date": None, "Description": result.text()})
-    figure.savefig(png)
-    return [svg, png]
-
-
-def _bars(axes: Any, grid: Grid, column: str, index: int, of: int, *, measured: bool) -> None:
-    """Draw one of so many columns: ours with its spread, and the published as outlines."""
-    width = 0.8 / of
-    for row, name in enumerate(grid.rows):
-        if (number := grid.at(name, column)) is None:
-            continue
-        at = row + (index - (of - 1) / 2) * width
-        axes.bar(
-            at,
-            number.ours or 0.0,
-            width,
-            label=column,
-            color=_GREYS[index % len(_GREYS)],
-            hatch=None if measured else _HATCHES[index % len(_HATCHES)],
-            edgecolor="white",
+    grids = [grid for grid in result.grids if {*grid.drawn} & {*grid.columns}]
+    pictures = {
+        folder / f"{result.name}{f'-{index}' if index > 1 else ''}.svg": _picture(
+            result, grid, "measured" if measured else "simulated"
         )
+        for index, grid in enumerate(grids, 1)
+    }
+    if result.curves:
+        pictures[folder / f"{result.name}-curves.svg"] = result.curves
+    for file, svg in pictures.items():
+        file.write_bytes(svg)
+    return [*pictures]
+
+
+def _picture(result: Result, grid: Grid, how: str) -> bytes:
+    groups = defaultdict[str, list[tuple[str, Number]]](list)
+    for number in grid.numbers:
+        if number.column in grid.drawn:
+            group, shown = grid.bars.get(number.row, (number.row, number.column))
+            groups[group].append((shown, number))
+    shown = by_system(name for group in groups.values() for name, _ in group)
+    paints = {name: _paint(name, i) for i, name in enumerate(shown)}
+    place, y, middles = _stack if grid.is_stacked else _bars, 0.0, []
+    num_bars = sum(2 if grid.is_stacked else len(group) for group in groups.values())
+    picture = figure(result.name, 110 + 16 * num_bars + 8 * len(groups))
+    axes = picture.subplots()
+    for group in groups.values():
+        below = place(axes, y, sorted(group, key=lambda bar: shown.index(bar[0])), paints)
+        middles.append((y + below - 1) / 2)
+        y = below + 0.5
+    axes.set_yticks(middles, [*groups])
+    axes.set(xlabel=grid.axis or grid.title, ylim=(y - 1, -1))
+    axes.margins(x=0.12)
+    axes.grid(axis="x")
+    axes.tick_params(length=0)
+    picture.suptitle(f"{result.title} ({how})", x=0.01, ha="left", weight="bold", size=SIZE)
+    bars = {text: bar for bar, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if len(bars) > 1:
+        names = sorted(bars, key=[*shown, _PUBLISHED].index)
+        picture.legend([bars[n] for n in names], names, loc="outside lower left", ncols=5)
+    return as_bytes(picture, result.title, result.text())
+
+
+def by_system(names: Iterable[str]) -> list[str]:
+    """Return names in an order in which those of the paper's systems are the first."""
+    known = list(dict.fromkeys(names))
+    return sorted(known, key=lambda n: (_SYSTEMS.index(n) if n in _SYSTEMS else len(_SYSTEMS)))
+
+
+def _paint(name: str, number: int) -> str:
+    """Return the color of what a bar shows, which is one in all pictures."""
+    if name in _PAINTS:
+        return _PAINTS[name]
+    return SERIES[_SYSTEMS.index(name) if name in _SYSTEMS else number]
+
+
+def _bars(axes: Any, y: float, group: _Group, paints: Mapping[str, str]) -> float:
+    """Draw a bar for each number, with its spread; returns where the next one is."""
+    for name, number in group:
+        ends = [number.ours or 0.0, *(number.spread or ())]
+        axes.barh(y, ends[0], 0.86, color=paints[name], label=name)
         if number.spread:
-            axes.vlines(at, *number.spread, color="white", linewidth=3)  # seen on dark bars too
-            axes.vlines(at, *number.spread, color="black", linewidth=1.2)
+            axes.hlines(y, *number.spread, color=PLAIN["ink"], linewidth=1.2)
         if isinstance(number.published, int | float):
-            outline = {"edgecolor": "black", "linewidth": 1.5, "label": _PUBLISHED}
-            axes.bar(at, number.published, width, fill=False, **outline)
+            ends.append(number.published)
+            at = [number.published] * 2, [y - 0.43, y + 0.43]
+            axes.plot(*at, color=PLAIN["ink"], linewidth=2.5, label=_PUBLISHED)
+        _say(axes, max(ends), y, "–" if number.ours is None else short(number.ours))
+        y += 1
+    return y
+
+
+def _stack(axes: Any, y: float, group: _Group, paints: Mapping[str, str]) -> float:
+    """Draw our numbers end to end and, where all are known, the published ones below."""
+    rows = {"": [number.ours for _, number in group]}
+    rows[_PUBLISHED] = [number.published for _, number in group]
+    for row, values in rows.items():
+        if None in values:
+            continue
+        left = 0.0
+        for (name, _), value in zip(group, values, strict=True):
+            looks = {"alpha": 0.6} if row else {"label": name}
+            axes.barh(y, value, 0.86, left, color=paints[name], **looks)
+            left += value
+        _say(axes, left, y, f"{short(left)} {row}")
+        y += 1
+    return y
+
+
+def _say(axes: Any, x: float, y: float, text: str) -> None:
+    """Write behind a bar, a little apart from it."""
+    axes.annotate(text, (x, y), (5, 0), textcoords="offset points", va="center_baseline")

@@ -45,12 +45,16 @@ class Grid:
         title: what they are, with their unit.
         numbers: in the order of rows and columns.
         drawn: the columns that a picture has; empty means that the grid is not drawn.
+        bars: where rows are bars of a group as in the paper: the group, and what the bar shows.
+        is_stacked: whether the columns of a row are parts of one bar.
         axis: what they are; by default the title.
     """
 
     title: str
     numbers: tuple[Number, ...]
     drawn: tuple[str, ...] = ()
+    bars: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    is_stacked: bool = False
     axis: str = ""
 
     @property
@@ -83,7 +87,7 @@ class Result:
         grids: its numbers.
         verdicts: claims of the text that are no numbers, and whether they hold here.
         notes: what to know, such as what no simulation gives.
-        curves: a picture of loss curves, by the suffix of its file; empty if it has none.
+        curves: an SVG of loss curves; empty if it has none.
     """
 
     name: str
@@ -91,7 +95,7 @@ class Result:
     grids: tuple[Grid, ...]
     verdicts: tuple[tuple[str, bool], ...] = ()
     notes: tuple[str, ...] = ()
-    curves: Mapping[str, bytes] = field(default_factory=dict)
+    curves: bytes = b""
 
     def text(self) -> str:
         """Return the result for people."""
@@ -150,13 +154,14 @@ def _cell(number: Number | None) -> str:
 
 def _range(number: Number, ends: tuple[float, float]) -> str:
     low, high = ends
-    return faster_between(low - 1, high - 1) if number.is_gain else "-".join(map(_short, ends))
+    return faster_between(low - 1, high - 1) if number.is_gain else "-".join(map(short, ends))
 
 
 def _spelled(number: Number, value: float) -> str:
-    return faster(value - 1) if number.is_gain else _short(value)
+    return faster(value - 1) if number.is_gain else short(value)
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """Return a number with three digits or more."""
     decimals = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:.{decimals}f}"

@@ -41,6 +41,8 @@ _STYLE: Mapping[str, Any] = {
     "grid.color": PLAIN["line"],
     "grid.linewidth": 0.7,
     "legend.frameon": False,
+    "figure.constrained_layout.w_pad": 8 / 72,
+    "figure.constrained_layout.h_pad": 8 / 72,
 }
 
 Lines = Mapping[str, Sequence[tuple[float, float]]]
