@@ -15,7 +15,6 @@ from megatron.fold3d.observe.report.palette import PLAIN, SERIES, color
 from scripts.paper.results import Grid, Number, Result, short
 
 NEEDS = "no pictures without matplotlib: .venv/bin/pip install -e '.[plots]'"
-_PUBLISHED = "published"
 _SYSTEMS = ("fold3d", "megatron", "dspeed3d", "zero3")
 _KINDS = {"fwd": "forward", "bwd": "backward", "dpsync": "sync", "ppsync": "p2p", "copies": "copy"}
 _PAINTS = {name: color(kind, 0, 1) for name, kind in _KINDS.items()} | {"bubble": PLAIN["update"]}
@@ -60,13 +59,13 @@ def _picture(result: Result, grid: Grid, how: str) -> bytes:
     shown = by_system(name for group in groups.values() for name, _ in group)
     paints = {name: _paint(name, i) for i, name in enumerate(shown)}
     place, y, middles = _stack if grid.is_stacked else _bars, 0.0, []
-    num_bars = sum(2 if grid.is_stacked else len(group) for group in groups.values())
-    picture = figure(result.name, 110 + 16 * num_bars + 8 * len(groups))
+    picture = figure(result.name, 0)
     axes = picture.subplots()
     for group in groups.values():
-        below = place(axes, y, sorted(group, key=lambda bar: shown.index(bar[0])), paints)
+        below = place(axes, y, sorted(group, key=lambda b: shown.index(b[0])), paints, grid.mark)
         middles.append((y + below - 1) / 2)
         y = below + 0.5
+    picture.set_figheight((110 + 16 * y) / 72)
     axes.set_yticks(middles, [*groups])
     axes.set(xlabel=grid.axis or grid.title, ylim=(y - 1, -1))
     axes.margins(x=0.12)
@@ -75,7 +74,7 @@ def _picture(result: Result, grid: Grid, how: str) -> bytes:
     picture.suptitle(f"{result.title} ({how})", x=0.01, ha="left", weight="bold", size=SIZE)
     bars = {text: bar for bar, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     if len(bars) > 1:
-        names = sorted(bars, key=[*shown, _PUBLISHED].index)
+        names = sorted(bars, key=[*shown, grid.mark].index)
         picture.legend([bars[n] for n in names], names, loc="outside lower left", ncols=5)
     return as_bytes(picture, result.title, result.text())
 
@@ -93,7 +92,7 @@ def _paint(name: str, number: int) -> str:
     return SERIES[_SYSTEMS.index(name) if name in _SYSTEMS else number]
 
 
-def _bars(axes: Any, y: float, group: _Group, paints: Mapping[str, str]) -> float:
+def _bars(axes: Any, y: float, group: _Group, paints: Mapping[str, str], mark: str) -> float:
     """Draw a bar for each number, with its spread; returns where the next one is."""
     for name, number in group:
         ends = [number.ours or 0.0, *(number.spread or ())]
@@ -103,16 +102,16 @@ def _bars(axes: Any, y: float, group: _Group, paints: Mapping[str, str]) -> floa
         if isinstance(number.published, int | float):
             ends.append(number.published)
             at = [number.published] * 2, [y - 0.43, y + 0.43]
-            axes.plot(*at, color=PLAIN["ink"], linewidth=2.5, label=_PUBLISHED)
+            axes.plot(*at, color=PLAIN["ink"], linewidth=2.5, label=mark)
         _say(axes, max(ends), y, "–" if number.ours is None else short(number.ours))
         y += 1
     return y
 
 
-def _stack(axes: Any, y: float, group: _Group, paints: Mapping[str, str]) -> float:
+def _stack(axes: Any, y: float, group: _Group, paints: Mapping[str, str], mark: str) -> float:
     """Draw our numbers end to end and, where all are known, the published ones below."""
     rows = {"": [number.ours for _, number in group]}
-    rows[_PUBLISHED] = [number.published for _, number in group]
+    rows[mark] = [number.published for _, number in group]
     for row, values in rows.items():
         if None in values:
             continue

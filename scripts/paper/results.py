@@ -48,6 +48,7 @@ class Grid:
         bars: where rows are bars of a group as in the paper: the group, and what the bar shows.
         is_stacked: whether the columns of a row are parts of one bar.
         axis: what they are; by default the title.
+        mark: what else a bar has a stroke for.
     """
 
     title: str
@@ -56,6 +57,7 @@ class Grid:
     bars: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     is_stacked: bool = False
     axis: str = ""
+    mark: str = "published"
 
     @property
     def rows(self) -> list[str]:
@@ -127,7 +129,7 @@ def _lines(grid: Grid) -> Iterator[str]:
     if any(means):
         table.append(["mean error", *means])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    yield f"{grid.title}; published > ours (error)"
+    yield f"{grid.title}; {grid.mark} > ours (error)"
     yield from (_aligned(line, widths) for line in table)
 
 

@@ -100,7 +100,7 @@ def draw(asked: str, title: str, views: Sequence[View]) -> bytes:
 
 def _in_lines(text: str, of_char: float) -> list[str]:
     """Return a text in as many lines as it needs."""
-    return wrap(text, int((WIDTH - 24) / SIZE / of_char))
+    return wrap(text, int((WIDTH - 24) / SIZE / of_char), break_on_hyphens=False)
 
 
 def _caption(row: Exposure) -> str:
