@@ -6,7 +6,7 @@ python -m scripts.pictures gain     # of docs/results.md, from its tables
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -15,10 +15,8 @@ from scripts.paper.draw import draw
 from scripts.paper.results import Grid, Number, Result
 
 ROOT = Path(__file__).parents[1]
-PICTURES = ROOT / "docs/images"
 _CLIPPED, _UNCLIPPED = "every step clips", "no step clips"
 _GRADIENTS, _PARAMETERS = "gradients, reduced", "parameters, gathered"
-_GATHERED_BYTES = 2  # of a parameter in bf16
 _AUTO = {  # docs/planning.md: what its first iterations run, and what it does meanwhile
     "stock's order": ("1 starts", "2 measured", "3 searches", "4 timed"),
     "first to try": ("5 changes", "6 timed", "7 timed"),
@@ -27,7 +25,7 @@ _AUTO = {  # docs/planning.md: what its first iterations run, and what it does m
 }
 
 
-def gain() -> Result:
+def gain() -> Grid:
     """Gains and bounds of the usual settings and without clipping, by what stock exposes."""
     text = (ROOT / "docs/results.md").read_text()
     clipped, unclipped = (
@@ -42,32 +40,33 @@ def gain() -> Result:
             won = 100 * (float(stock) / float(ours) - 1)
             rows.append(Number(name, column, won, float(most.partition("%")[0])))
     rows.sort(key=lambda number: -int(number.row.partition("%")[0]))
-    title = "% faster than the strongest stock of the same layout"
-    drawn = (_CLIPPED, _UNCLIPPED)
-    grid = Grid(title=title, numbers=tuple(rows), drawn=drawn, mark="at most, any order")
-    return Result(name="gain", title="Gain by exposed share of stock's default", grids=(grid,))
+    return Grid(
+        title="% faster than the strongest stock of the same layout",
+        numbers=tuple(rows),
+        drawn=(_CLIPPED, _UNCLIPPED),
+        mark="at most, any order",
+    )
 
 
-def auto() -> Result:
+def auto() -> Grid:
     """The first ten iterations of a run with ``--schedule auto``, beside stock's."""
     curves = stored()
     bars = {text: (text, runs) for runs, texts in _AUTO.items() for text in texts}
     times = zip(bars, curves["auto"].times_ms, strict=False)
     stock = f"stock, {median(curves['megatron-best'].times_ms):.0f} ms in the median"
-    grid = Grid(
+    return Grid(
         title=f"ms of an iteration; strongest {stock}",
         numbers=tuple(Number(name, "ms", ms) for name, ms in times),
         drawn=("ms",),
         bars=bars,
     )
-    return Result(name="auto", title="First iterations with --schedule auto, small GPT", grids=(grid,))
 
 
-def delta() -> Result:
+def delta() -> Grid:
     """Bytes that DP.sync sends for a parameter, with whole and with coded gathers."""
     log = (ROOT / "scripts/bench/LOG.md").read_text().partition("Bits of a parameter")[2]
     sent = dict(re.findall(r"^\| (\d+) \|.*\| ([\d.]+) \|$", log.partition("A training")[0], re.M))
-    gathered = {"gathered whole": _GATHERED_BYTES} | {
+    gathered = {"gathered whole": 2.0} | {
         f"coded, step {step}": float(bits) / 8 for step, bits in sent.items()
     }
     numbers = [
@@ -76,27 +75,30 @@ def delta() -> Result:
         for how, own in gathered.items()
         for part, value in ((_GRADIENTS, size), (_PARAMETERS, own))
     ]
-    grid = Grid(
+    return Grid(
         title="bytes for a parameter, all of an iteration",
         numbers=tuple(numbers),
         drawn=(_GRADIENTS, _PARAMETERS),
         is_stacked=True,
     )
-    return Result(name="delta", title="Bytes of DP.sync with --delta-param-gather", grids=(grid,))
 
 
-NAMES: dict[str, Callable[[], Result]] = {"gain": gain, "auto": auto, "delta": delta}
+_PICTURES = {
+    "gain": ("Gain by exposed share of stock's default", gain),
+    "auto": ("First iterations with --schedule auto, small GPT", auto),
+    "delta": ("Bytes of DP.sync with --delta-param-gather", delta),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what the command line names."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.pictures", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("name", choices=NAMES)
-    parser.add_argument("--pictures", type=Path, default=PICTURES, metavar="DIR")
+    parser = argparse.ArgumentParser(prog="python -m scripts.pictures")
+    parser.add_argument("name", choices=_PICTURES)
+    parser.add_argument("--pictures", type=Path, default=ROOT / "docs/images", metavar="DIR")
     args = parser.parse_args(argv)
-    print(*draw(NAMES[args.name](), args.pictures, measured=True))
+    title, grid = _PICTURES[args.name]
+    result = Result(name=args.name, title=title, grids=(grid(),))
+    print(*draw(result, args.pictures, measured=True))
     return 0
 
 

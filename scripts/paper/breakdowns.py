@@ -96,11 +96,8 @@ def _equations(
 ) -> dict[str, float]:
     """Return what equations 1 to 7 make of a row of FOLD3D's, and of Megatron's DP.sync."""
     _, fit = published()
-    ranks, segments, microbatches = (
-        row["pp"],
-        row["ns"],
-        row["batch"] // row["dp"] // MICROBATCH_SIZE,
-    )
+    ranks, segments = row["pp"], row["ns"]
+    microbatches = row["batch"] // row["dp"] // MICROBATCH_SIZE
     shape = SHAPES[shape_name(row["model"])]
     message = layer_bytes(shape, Setup(microbatch_size=MICROBATCH_SIZE), "full")
     of_segment = message * shape.num_layers / (ranks * segments)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from megatron.fold3d.commands.console import faster, faster_between
+from megatron.fold3d.commands.pictures import Lines
 
 Published = float | tuple[float, float] | None
 """A number of the paper, the two ends of a range that it states, or nothing."""
@@ -89,7 +90,7 @@ class Result:
         grids: its numbers.
         verdicts: claims of the text that are no numbers, and whether they hold here.
         notes: what to know, such as what no simulation gives.
-        curves: an SVG of loss curves; empty if it has none.
+        curves: the lines of plots of losses, by what they are over.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Result:
     grids: tuple[Grid, ...]
     verdicts: tuple[tuple[str, bool], ...] = ()
     notes: tuple[str, ...] = ()
-    curves: bytes = b""
+    curves: Mapping[str, Lines] = field(default_factory=dict)
 
     def text(self) -> str:
         """Return the result for people."""
@@ -156,14 +157,13 @@ def _cell(number: Number | None) -> str:
 
 def _range(number: Number, ends: tuple[float, float]) -> str:
     low, high = ends
-    return faster_between(low - 1, high - 1) if number.is_gain else "-".join(map(short, ends))
+    return faster_between(low - 1, high - 1) if number.is_gain else "-".join(map(_short, ends))
 
 
 def _spelled(number: Number, value: float) -> str:
-    return faster(value - 1) if number.is_gain else short(value)
+    return faster(value - 1) if number.is_gain else _short(value)
 
 
-def short(value: float) -> str:
-    """Return a number with three digits or more."""
+def _short(value: float) -> str:
     decimals = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:.{decimals}f}"

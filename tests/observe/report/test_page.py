@@ -240,7 +240,8 @@ search.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
 out.cleared = found.textContent;
 
 const whole = view.model.views[0].borders[0], axis = document.getElementById("axis");
-const px = (time) => GUTTER + ((time - view.from) / (view.to - view.from)) * (view.width - GUTTER - RIGHT);
+const per = (view.width - GUTTER - RIGHT) / (view.to - view.from);
+const px = (time) => GUTTER + (time - view.from) * per;
 const on = (kind, time) => axis.dispatchEvent(new PointerEvent(kind, at(px(time), 5)));
 on("pointerdown", 0);
 on("pointermove", whole);
@@ -268,8 +269,8 @@ const search = document.getElementById("search");
 return ["0F0", "31F0"].map((text) => {
   search.value = text;
   search.dispatchEvent(new Event("input"));
-  const { lane } = view.selected, { top } = document.getElementById("chart").getBoundingClientRect();
-  const middle = top + view.layout.of(lane).top;
+  const { lane } = view.selected, box = document.getElementById("chart").getBoundingClientRect();
+  const middle = box.top + view.layout.of(lane).top;
   return [lane.rank, window.scrollY > 0, 0 < middle && middle < window.innerHeight];
 });
 """
