@@ -37,7 +37,7 @@ def gain() -> Grid:
         job = row[0] or job
         name = f"{row[2]} exposed: {job.removeprefix('pp=2 x ')}, {row[1]}"
         for column, (*_, stock, ours, _, most) in ((_CLIPPED, row), (_UNCLIPPED, other)):
-            won = 100 * (float(stock) / float(ours) - 1)
+            won = round(100 * (float(stock) / float(ours) - 1), 1)
             rows.append(Number(name, column, won, float(most.partition("%")[0])))
     rows.sort(key=lambda number: -int(number.row.partition("%")[0]))
     return Grid(

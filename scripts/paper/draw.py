@@ -14,7 +14,8 @@ from scripts.paper.results import Grid, Number, Result
 
 _SYSTEMS = ("fold3d", "megatron", "dspeed3d", "zero3")
 _KINDS = {"fwd": "forward", "bwd": "backward", "dpsync": "sync", "ppsync": "p2p", "copies": "copy"}
-_PAINTS = {name: color(kind, 0, 1) for name, kind in _KINDS.items()} | {"bubble": PLAIN["update"]}
+_PAINTS = {name: color(kind, 0, 1) for name, kind in _KINDS.items()}
+_PAINTS |= {"bubble": PLAIN["update"], "stock's order": SERIES[3], "the fastest": SERIES[0]}
 
 
 def draw(result: Result, folder: Path, *, measured: bool = False) -> list[Path]:

@@ -21,6 +21,7 @@ WIDTH, SIZE = 560.0, 12.0
 """Of a picture and of its words, in points: words are 9 pixels high where a phone shows it."""
 
 _THICK = 0.86  # of a bar, in the distance to the next one
+_ROOM = 0.15  # of the longest bar, for the value behind a bar
 _STYLE: Mapping[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fold3d",  # equal pictures are equal files
@@ -137,8 +138,9 @@ def plot_bars(
     """
     picture, place = figure("pictures", 0), _stack if stacked else _side_by_side
     axes, y, middles = picture.subplots(), 0.0, []
+    widest = max(bar.value or 0.0 for group in groups.values() for bar in group)
     for group in groups.values():
-        below = place(axes, y, group, other)
+        below = place(axes, y, group, other, _ROOM * widest)
         middles.append((y + below - 1) / 2)
         y = below + 0.5
     picture.set_figheight((110 + 16 * y) / 72)
@@ -156,23 +158,23 @@ def plot_bars(
     return as_bytes(picture, title, description)
 
 
-def _side_by_side(axes: "Axes", y: float, group: Sequence[Bar], other: str) -> float:
+def _side_by_side(axes: "Axes", y: float, group: Sequence[Bar], other: str, room: float) -> float:
     """Draw a bar for each value, with its spread; returns where the next one is."""
     for bar in group:
-        ends = [bar.value or 0.0, *(bar.spread or ())]
-        axes.barh(y, ends[0], _THICK, color=bar.paint, label=bar.name)
+        end = max(bar.value or 0.0, *(bar.spread or (0.0,)))
+        axes.barh(y, bar.value or 0.0, _THICK, color=bar.paint, label=bar.name)
         if bar.spread:
             axes.hlines(y, *bar.spread, color=PLAIN["ink"], linewidth=1.2)
         if bar.other is not None:
-            ends.append(bar.other)
             at = [bar.other] * 2, [y - _THICK / 2, y + _THICK / 2]
             axes.plot(*at, color=PLAIN["ink"], linewidth=2.5, label=other)
-        _say(axes, max(ends), y, "–" if bar.value is None else _short(bar.value))
+            end = bar.other if end < bar.other < end + room else end  # words hide no stroke
+        _say(axes, end, y, "–" if bar.value is None else _short(bar.value))
         y += 1
     return y
 
 
-def _stack(axes: "Axes", y: float, group: Sequence[Bar], other: str) -> float:
+def _stack(axes: "Axes", y: float, group: Sequence[Bar], other: str, _: float) -> float:
     """Draw values end to end and, where all are known, the others below."""
     for what, values in (("", [b.value for b in group]), (other, [b.other for b in group])):
         known = [value for value in values if value is not None]
