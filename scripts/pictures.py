@@ -27,15 +27,16 @@ _AUTO = {  # docs/planning.md: what its first iterations run, and what it does m
 
 def gain() -> Grid:
     """Gains and bounds of the usual settings and without clipping, by what stock exposes."""
-    text = (ROOT / "docs/results.md").read_text()
+    tables = re.findall(r"(?<=:\|\n)(?:\|.*\n)+", (ROOT / "docs/results.md").read_text())
     clipped, unclipped = (
         [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-        for table in re.findall(r"(?<=:\|\n)(?:\|.*\n)+", text)[:2]
+        for table in tables[:2]
     )
     job, rows = "", []
     for row, other in zip(clipped, unclipped, strict=True):
-        job = row[0] or job
-        name = f"{row[2]} exposed: {job.removeprefix('pp=2 x ')}, {row[1]}"
+        own = row[0].removeprefix("pp=2 x ")
+        job = f"{job} {own}" if own == "recomputed" else own or job
+        name = f"{row[2]}: {job}, {row[1]}"
         for column, (*_, stock, ours, _, most) in ((_CLIPPED, row), (_UNCLIPPED, other)):
             won = round(100 * (float(stock) / float(ours) - 1), 1)
             rows.append(Number(name, column, won, float(most.partition("%")[0])))
@@ -50,13 +51,11 @@ def gain() -> Grid:
 
 def auto() -> Grid:
     """The first ten iterations of a run with ``--schedule auto``, beside stock's."""
-    curves = stored()
+    ran, stock = (stored()[name].times_ms for name in ("auto", "megatron-best"))
     bars = {text: (text, runs) for runs, texts in _AUTO.items() for text in texts}
-    times = zip(bars, curves["auto"].times_ms, strict=False)
-    stock = f"stock, {median(curves['megatron-best'].times_ms):.0f} ms in the median"
     return Grid(
-        title=f"ms of an iteration; strongest {stock}",
-        numbers=tuple(Number(name, "ms", ms) for name, ms in times),
+        title=f"ms of an iteration; strongest stock, {median(stock):.0f} ms in the median",
+        numbers=tuple(Number(name, "ms", ms) for name, ms in zip(bars, ran, strict=False)),
         drawn=("ms",),
         bars=bars,
     )
@@ -84,7 +83,7 @@ def delta() -> Grid:
 
 
 _PICTURES = {
-    "gain": ("Gain by exposed share of stock's default", gain),
+    "gain": ("Gain by the share that stock's default exposes", gain),
     "auto": ("First iterations with --schedule auto, small GPT", auto),
     "delta": ("Bytes of DP.sync with --delta-param-gather", delta),
 }
