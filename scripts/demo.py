@@ -18,7 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tqdm import tqdm
+
 from megatron.fold3d.commands import compare
+from megatron.fold3d.commands.compare import ARMS
+from megatron.fold3d.commands.console import lettered
 from megatron.fold3d.observe.runs import Comparison, compare_losses, read_run
 from megatron.fold3d.observe.runs import Run as Training
 from megatron.fold3d.observe.training_log import Spread
@@ -26,16 +30,13 @@ from scripts.bench.runner import Bench, paced, preload
 from scripts.bench.summary import Run
 from scripts.bench.testbed import Link, Testbed, TestbedError, become_root, end_on_signals, refuse
 from scripts.bench.variants import Job, Variant
+from scripts.paper.systems import SYSTEMS, Layout
 
 ROOT = Path(__file__).parents[1]
 LINK = Link(180e6)
 FORWARD_MS, BACKWARD_MS = 24, 48
-JOB = Job(
-    num_microbatches=2,
-    clip_grad=0.0,
-)
+JOB = Job(num_microbatches=2, clip_grad=0.0)
 TRACED = 3  # iterations, the last ones of a run
-START_S = 7.0  # until the first iteration; a guess, as the arms' iterations are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,43 +48,28 @@ class Arm:
         title: in tables and pictures.
         flags: added to the job's.
         warmup: iterations until its time counts.
-        iteration_s: a guess, for the time that is left.
     """
 
     name: str
     title: str
-    flags: tuple[str, ...]
-    warmup: int
-    iteration_s: float
+    flags: tuple[str, ...] = ()
+    warmup: int = 2
 
 
 def arms(job: Job) -> tuple[Arm, ...]:
     """Stock's default, the strongest of stock that a sweep of this job found, and ours."""
-    segments, group = str(job.segment_counts[-1]), str(job.num_microbatches)
-    strongest = (
-        *("--num-virtual-stages-per-pipeline-rank", segments),
-        *("--microbatch-group-size-per-virtual-pipeline-stage", group),
-        "--overlap-p2p-communication-warmup-flush",
-        *("--overlap-grad-reduce", "--no-align-grad-reduce"),
-        *("--use-distributed-optimizer", "--overlap-param-gather"),
+    segments = job.segment_counts[-1]
+    layout = Layout(
+        pipeline_ranks=job.num_ranks, segments=segments, microbatches=job.num_microbatches
     )
-    auto = ("--schedule", "auto", "--segments", segments, "--overlap-grad-reduce")
+    strongest = (*SYSTEMS["megatron-best"].words(layout), "--no-align-grad-reduce")
+    auto = ("--schedule", "auto", "--segments", str(segments), "--overlap-grad-reduce")
+    titles = lettered(("stock's default", ARMS["stock-same-layout"], ARMS["auto"]))
     return (
-        Arm(name="default", title="A stock's default", flags=(), warmup=2, iteration_s=2.9),
-        Arm(
-            name="strongest",
-            title="B stock, same layout",
-            flags=strongest,
-            warmup=2,
-            iteration_s=1.8,
-        ),
-        Arm(
-            name="auto",
-            title="C auto",
-            flags=auto,
-            warmup=18,  # it searches beside two cores' ranks for eight, and nine are its trials
-            iteration_s=1.7,
-        ),
+        Arm(name="default", title=titles[0]),
+        Arm(name="strongest", title=titles[1], flags=strongest),
+        # It searches beside two cores' ranks for eight iterations, and nine are its trials.
+        Arm(name="auto", title=titles[2], flags=auto, warmup=18),
     )
 
 
@@ -148,22 +134,29 @@ def train(job: Job, link: Link | None, args: argparse.Namespace) -> tuple[Traini
         ValueError: a run failed.
     """
     rounds: dict[Arm, list[Run]] = {arm: [] for arm in arms(job)}
-    progress = Progress(tuple(rounds), args.rounds, args.timed)
-    for number in range(1, args.rounds + 1):
-        for arm in rounds:
-            traced = f"{arm.warmup + 1 + args.timed - TRACED}-{arm.warmup + args.timed}"
-            trace = ("--trace", str(args.output / arm.name), "--trace-iterations", traced)
-            bench = Bench(
-                job=replace(job, num_iterations=arm.warmup + args.timed),
-                link=link,
-                rank_flags=paced(FORWARD_MS, BACKWARD_MS),
-                warmup=arm.warmup,
-                logs=args.output / "logs",
-            )
-            progress.begin(arm, number)
-            run = bench.measured(Variant(arm.name, (*arm.flags, *trace)), number, progress)
-            progress.end(run)
-            rounds[arm].append(run)
+    total = args.rounds * sum(arm.warmup + args.timed for arm in rounds)
+    with tqdm(total=total, unit="iteration", disable=None, leave=False) as bar:
+        for number in range(1, args.rounds + 1):
+            for arm in rounds:
+                traced = f"{arm.warmup + 1 + args.timed - TRACED}-{arm.warmup + args.timed}"
+                trace = ("--trace", str(args.output / arm.name), "--trace-iterations", traced)
+                bench = Bench(
+                    job=replace(job, num_iterations=arm.warmup + args.timed),
+                    link=link,
+                    rank_flags=paced(FORWARD_MS, BACKWARD_MS),
+                    warmup=arm.warmup,
+                    logs=args.output / "logs",
+                )
+                where = f"round {number} of {args.rounds}  {arm.title}"
+                bar.set_description(where)
+
+                def show(done: int, before: int = bar.n) -> None:
+                    bar.update(before + done - bar.n)
+
+                run = bench.measured(Variant(arm.name, (*arm.flags, *trace)), number, show)
+                tqdm.write(f"{where:<36} {Spread.of(run.times_ms)} ms")
+                sys.stdout.flush()
+                rounds[arm].append(run)
     return tuple(
         replace(
             read_run(args.output / arm.name, arm.title, max(run.warmup for run in runs)),
@@ -171,53 +164,6 @@ def train(job: Job, link: Link | None, args: argparse.Namespace) -> tuple[Traini
         )
         for arm, runs in rounds.items()
     )
-
-
-class Progress:
-    """A line for each run that is over and, on a terminal, one that tells what runs now.
-
-    The time left is a guess for each arm, times what the guesses were off so far.
-    """
-
-    def __init__(self, arms: Sequence[Arm], num_rounds: int, timed: int) -> None:
-        self._num_rounds, self._timed = num_rounds, timed
-        self._total_s = num_rounds * sum(self._guess_s(arm) for arm in arms)
-        self._done_s = 0.0
-        self._began_s = time.monotonic()
-        self._arm, self._number = arms[0], 1
-
-    def begin(self, arm: Arm, number: int) -> None:
-        """Say which run begins."""
-        self._arm, self._number = arm, number
-        self(0)
-
-    def __call__(self, done: int) -> None:
-        """Say how many of its iterations are over."""
-        if sys.stdout.isatty():
-            done_s = self._done_s + (START_S + done * self._arm.iteration_s if done else 0)
-            of = self._arm.warmup + self._timed
-            print(f"\r{self._where} iteration {done} of {of}{self._left(done_s)}\033[K", end="")
-            sys.stdout.flush()
-
-    def end(self, run: Run) -> None:
-        """Say what the run's iterations took."""
-        self._done_s += self._guess_s(self._arm)
-        start, end = ("\r", "\033[K") if sys.stdout.isatty() else ("", "")
-        spread = f"{Spread.of(run.times_ms)} ms"
-        print(f"{start}{self._where} {spread:<22}{self._left(self._done_s)}{end}", flush=True)
-
-    @property
-    def _where(self) -> str:
-        return f"round {self._number} of {self._num_rounds}  {self._arm.title:<20}"
-
-    def _guess_s(self, arm: Arm) -> float:
-        return START_S + (arm.warmup + self._timed) * arm.iteration_s
-
-    def _left(self, done_s: float) -> str:
-        passed_s = time.monotonic() - self._began_s
-        off = passed_s / done_s if done_s else 1.0
-        left_s = max(0.0, self._total_s - done_s) * off
-        return f"  about {left_s:.0f} s left" if left_s else ""
 
 
 if __name__ == "__main__":

@@ -79,10 +79,7 @@ class PipelineCell(Cell):
     def bound_ms(self) -> float:
         """What no order beats with one segment."""
         order = build(
-            "1f1b",
-            num_ranks=self.num_ranks,
-            num_segments=1,
-            num_microbatches=self.num_microbatches,
+            "1f1b", num_ranks=self.num_ranks, num_segments=1, num_microbatches=self.num_microbatches
         )
         return Bounds(order, self.costs).order_s * 1e3
 

@@ -23,14 +23,7 @@ from scripts.bench.preemption_rank import HEADERS, Load, Mode, Result, run_modes
 from scripts.bench.processes import check_real_time
 from scripts.bench.summary import markdown
 from scripts.bench.tables import parser_of
-from scripts.bench.testbed import (
-    Link,
-    Testbed,
-    TestbedError,
-    end_on_signals,
-    parse_rate,
-    refuse,
-)
+from scripts.bench.testbed import Link, Testbed, TestbedError, end_on_signals, parse_rate, refuse
 
 ALONE = Mode("transfers alone", reduces=False)
 REDUCES = Mode("DP.sync alone", transfers=False)

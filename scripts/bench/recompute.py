@@ -42,10 +42,7 @@ def simulated_s(job: Job, word: str, counts: Sequence[int], segments: int) -> fl
     """Return an iteration by the simulator, in forwards of a layer; transfers take no time."""
     each, stages = job.num_layers / (_RANKS * segments), _RANKS * segments
     order = build(
-        "aiao",
-        num_ranks=_RANKS,
-        num_segments=segments,
-        num_microbatches=job.num_microbatches,
+        "aiao", num_ranks=_RANKS, num_segments=segments, num_microbatches=job.num_microbatches
     )
     costs = Costs(
         forward_s=(each,) * stages,

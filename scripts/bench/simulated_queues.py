@@ -73,10 +73,7 @@ def preemption(model: str, gigabits: float, *, sharded: bool) -> Sequence[str]:
         distributed_optimizer=sharded,
     )
     plain = Candidate(
-        choice=Choice.plain("aiao", 4),
-        setup=setup,
-        num_ranks=pp,
-        num_microbatches=microbatches,
+        choice=Choice.plain("aiao", 4), setup=setup, num_ranks=pp, num_microbatches=microbatches
     )
     c = plain if sharded else plain.changed(step="next")
     gpus = cluster(f"a100x128-{gigabits:g}g")

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from scripts.paper import figures
 from scripts.paper.ablation import ablation
 from scripts.paper.breakdowns import fig5, table4
-from scripts.paper.draw import NEEDS, can_draw, draw
+from scripts.paper.curves import fig14
+from scripts.paper.draw import draw
+from scripts.paper.figures import FIGURES
 from scripts.paper.jobs import collect, emit
-from scripts.paper.losses import fig14
 from scripts.paper.results import Result
 from scripts.paper.tables import table2, table3
 
@@ -23,9 +23,8 @@ EXPERIMENTS: dict[str, Callable[..., Result]] = {
     "table2": table2,
     "table3": table3,
     "table4": table4,
-    "fig2": figures.fig2,
     "fig5": fig5,
-    **{f"fig{number}": getattr(figures, f"fig{number}") for number in range(6, 14)},
+    **FIGURES,
     "fig14": fig14,
     "ablation": ablation,
 }
@@ -61,17 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     print(result.text())
-    if result.curves:
-        args.pictures.mkdir(parents=True, exist_ok=True)
-        files = [args.pictures / f"{result.name}-curves.{suffix}" for suffix in result.curves]
-        for file, drawn in zip(files, result.curves.values(), strict=True):
-            file.write_bytes(drawn)
-        print("\ncurves in", *files)
-    if can_draw():
-        pictures = draw(result, args.pictures, measured=args.collect is not None)
-        print("\ndrawn in", *pictures)
-    else:
-        print(f"\n{NEEDS}")
+    try:
+        print("\ndrawn in", *draw(result, args.pictures, measured=args.collect is not None))
+    except ValueError as error:
+        print(f"\n{error}")
     return 0
 
 

@@ -66,9 +66,10 @@ def fig5() -> Result:
     ):
         ours, theirs = (predicted("A100x128", model, name) for name in ("Fold3D", system))
         for name, (row, columns) in (("Fold3D", ours), (system, theirs)):
-            for column in ("fwd_ms", "bwd_ms", "bubble_ms", "dpsync_ms", "ppsync_ms"):
-                label, series = f"{model} {name}", column.partition("_")[0]
-                numbers.append(Number(label, series, columns[column], row[column]))
+            numbers += [
+                Number(f"{model} {name}", part, columns[f"{part}_ms"], row[f"{part}_ms"])
+                for part in _PARTS
+            ]
         saved = 1 - ours[1]["dpsync_ms"] / theirs[1]["dpsync_ms"]
         found.append((f"{model}: DP.sync that FOLD3D saves, %", less * 100, saved * 100))
         by_equation, simulated = _equations(*ours, theirs[1]), _simulated(ours[1], theirs[1])
@@ -76,7 +77,7 @@ def fig5() -> Result:
             closed += [Number(f"{model}, {rows}", name, value) for name, value in values.items()]
         longer = simulated[_EQ_2] / by_equation[_EQ_2]
         found.append((f"{model}: iteration over that of eq. 2", (1.0, 1.05), longer))
-    grid = Grid(title="ms", numbers=tuple(numbers), drawn=("fwd", "bwd", "bubble", "dpsync"))
+    grid = Grid(title="ms", numbers=tuple(numbers), drawn=_PARTS, is_stacked=True)
     beside = Grid(title="Equations, in ms and in GB of a host's activations", numbers=tuple(closed))
     return Result(
         name="fig5",
@@ -86,6 +87,7 @@ def fig5() -> Result:
     )
 
 
+_PARTS = ("fwd", "bwd", "bubble", "dpsync", "ppsync")
 _EQ_1, _EQ_2, _EQ_3, _EQ_5 = "Megatron (1)", "FOLD3D (2)", "bubble (3)", "exposed (5)"
 
 
@@ -94,11 +96,8 @@ def _equations(
 ) -> dict[str, float]:
     """Return what equations 1 to 7 make of a row of FOLD3D's, and of Megatron's DP.sync."""
     _, fit = published()
-    ranks, segments, microbatches = (
-        row["pp"],
-        row["ns"],
-        row["batch"] // row["dp"] // MICROBATCH_SIZE,
-    )
+    ranks, segments = row["pp"], row["ns"]
+    microbatches = row["batch"] // row["dp"] // MICROBATCH_SIZE
     shape = SHAPES[shape_name(row["model"])]
     message = layer_bytes(shape, Setup(microbatch_size=MICROBATCH_SIZE), "full")
     of_segment = message * shape.num_layers / (ranks * segments)

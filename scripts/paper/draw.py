@@ -1,85 +1,80 @@
-"""Draw a result: simulated numbers as hatched bars, published ones as outlines.
+"""Draw a result: a bar for each number of ours, and a stroke where the paper's is.
 
-matplotlib is an extra, `plots`; without it there are only the rows in text. An SVG describes itself
-with these rows.
+A picture describes itself with the rows in text, which are all that there is without matplotlib.
 """
 
-from importlib.util import find_spec
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from scripts.paper.results import Grid, Result
+from megatron.fold3d.commands.pictures import Bar, plot_bars, plot_losses
+from megatron.fold3d.observe.report.palette import PLAIN, SERIES, color
+from scripts.paper.results import Grid, Number, Result
 
-NEEDS = "no pictures without matplotlib: .venv/bin/pip install -e '.[plots]'"
-_GREYS = ("0.25", "0.75", "0.5", "0.9")  # neighbours differ in print
-_PUBLISHED = "published"
-_HATCHES = ("///", "---", "\\\\\\", "xxx")
-
-
-def can_draw() -> bool:
-    """Return whether matplotlib is installed."""
-    return find_spec("matplotlib") is not None
+_SYSTEMS = ("fold3d", "megatron", "dspeed3d", "zero3")
+_KINDS = {"fwd": "forward", "bwd": "backward", "dpsync": "sync", "ppsync": "p2p", "copies": "copy"}
+_PAINTS = {name: color(kind, 0, 1) for name, kind in _KINDS.items()}
+_PAINTS |= {"bubble": PLAIN["update"], "stock's order": SERIES[3], "the fastest": SERIES[0]}
 
 
 def draw(result: Result, folder: Path, *, measured: bool = False) -> list[Path]:
-    """Write the result's pictures, an SVG and a PNG for each grid that is drawn.
+    """Write the result's pictures, an SVG for each grid that is drawn, and one of its curves.
 
     Args:
         result: what to draw.
         folder: where to; it is made.
-        measured: whether ours come from runs: then bars are plain, and the title says so.
+        measured: whether ours come from runs, as the title then says.
+
+    Raises:
+        ValueError: matplotlib is not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = [grid for grid in result.grids if {*grid.drawn} & {*grid.columns}]
-    written = []
-    for index, grid in enumerate(drawn):
-        stem = result.name if index == 0 else f"{result.name}-{index + 1}"
-        written += _picture(result, grid, folder / stem, measured=measured)
-    return written
-
-
-def _picture(result: Result, grid: Grid, stem: Path, *, measured: bool) -> list[Path]:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    rows, columns = grid.rows, [column for column in grid.drawn if column in grid.columns]
-    figure = Figure(figsize=(max(7.0, 0.9 * len(rows) + 2), 4.5), layout="constrained")
-    axes = figure.subplots()
-    for index, column in enumerate(columns):
-        _bars(axes, grid, column, index, len(columns), measured=measured)
-    axes.set_xticks(range(len(rows)), rows, rotation=45, ha="right", fontsize=8)
-    axes.set_ylabel(grid.axis or grid.title)
-    axes.set_title(f"{result.title} ({'measured' if measured else 'simulated'})", fontsize=10)
-    by_label = {text: bars for bars, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    if outline := by_label.pop(_PUBLISHED, None):
-        by_label[_PUBLISHED] = outline  # behind ours
-    figure.legend(by_label.values(), by_label, fontsize=8, loc="outside right upper")
-    svg, png = (stem.with_suffix(suffix) for suffix in (".svg", ".png"))
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": result.name}):
-        figure.savefig(svg, metadata={"Date": None, "Description": result.text()})
-    figure.savefig(png)
-    return [svg, png]
-
-
-def _bars(axes: Any, grid: Grid, column: str, index: int, of: int, *, measured: bool) -> None:
-    """Draw one of so many columns: ours with its spread, and the published as outlines."""
-    width = 0.8 / of
-    for row, name in enumerate(grid.rows):
-        if (number := grid.at(name, column)) is None:
-            continue
-        at = row + (index - (of - 1) / 2) * width
-        axes.bar(
-            at,
-            number.ours or 0.0,
-            width,
-            label=column,
-            color=_GREYS[index % len(_GREYS)],
-            hatch=None if measured else _HATCHES[index % len(_HATCHES)],
-            edgecolor="white",
+    grids = [grid for grid in result.grids if {*grid.drawn} & {*grid.columns}]
+    pictures = {
+        folder / f"{result.name}{f'-{index}' if index > 1 else ''}.svg": _picture(
+            result, grid, "measured" if measured else "simulated"
         )
-        if number.spread:
-            axes.vlines(at, *number.spread, color="white", linewidth=3)  # seen on dark bars too
-            axes.vlines(at, *number.spread, color="black", linewidth=1.2)
-        if isinstance(number.published, int | float):
-            outline = {"edgecolor": "black", "linewidth": 1.5, "label": _PUBLISHED}
-            axes.bar(at, number.published, width, fill=False, **outline)
+        for index, grid in enumerate(grids, 1)
+    }
+    if result.curves:
+        title = "Loss of a small GPT on real text, measured"
+        pictures[folder / f"{result.name}-curves.svg"] = plot_losses(title, result.curves)
+    for file, svg in pictures.items():
+        file.write_bytes(svg)
+    return [*pictures]
+
+
+def _picture(result: Result, grid: Grid, how: str) -> bytes:
+    groups = defaultdict[str, dict[str, Number]](dict)
+    for number in grid.numbers:
+        if number.column in grid.drawn:
+            group, shown = grid.bars.get(number.row, (number.row, number.column))
+            groups[group][shown] = number
+    names = by_system(chain.from_iterable(groups.values()))
+    return plot_bars(
+        f"{result.title} ({how})",
+        grid.axis or grid.title,
+        {
+            group: [
+                _bar(name, number, bars[name]) for number, name in enumerate(names) if name in bars
+            ]
+            for group, bars in groups.items()
+        },
+        other=grid.mark,
+        stacked=grid.is_stacked,
+        description=result.text(),
+    )
+
+
+def by_system(names: Iterable[str]) -> list[str]:
+    """Return names in an order in which those of the paper's systems are the first."""
+    known = list(dict.fromkeys(names))
+    return sorted(known, key=lambda n: _SYSTEMS.index(n) if n in _SYSTEMS else len(_SYSTEMS))
+
+
+def _bar(name: str, index: int, number: Number) -> Bar:
+    """Return a bar in the color of what it shows, which is one in all pictures."""
+    of_series = SERIES[_SYSTEMS.index(name) if name in _SYSTEMS else index]
+    published = None if isinstance(number.published, tuple) else number.published
+    return Bar(name, _PAINTS.get(name, of_series), number.ours, published, number.spread)

@@ -6,10 +6,11 @@ it does not give are chosen here, and named in a note.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from math import prod
 
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
-from scripts.paper.curves import picture, stored
-from scripts.paper.losses import times_to_a_loss
+from scripts.paper.curves import lines, times_to_a_loss
 from scripts.paper.points import A100_39B, TFLOPS, Point, Times, gain, rate
 from scripts.paper.results import Grid, Published, Result, claims
 from scripts.paper.simulated import iteration
@@ -22,17 +23,10 @@ _WEAK = {  # GPUs to job; the text names the models
 _BASELINES = ("fold3d", "megatron", "dspeed3d", "zero3")
 
 
-def fig2(times: Times = iteration) -> Result:
-    """Fig. 2: FOLD3D under weak scaling."""
-    return _weak_scaling("fig2", "Fig. 2, weak scaling of FOLD3D", ("fold3d",), times)
-
-
-def fig7(times: Times = iteration) -> Result:
-    """Fig. 7: three systems under weak scaling."""
-    return _weak_scaling("fig7", "Fig. 7, weak scaling", ("fold3d", "megatron", "zero3"), times)
-
-
-def _weak_scaling(name: str, title: str, systems: Sequence[str], times: Times) -> Result:
+def _weak_scaling(
+    name: str, title: str, systems: Sequence[str], times: Times = iteration
+) -> Result:
+    """Return the throughputs of these systems on growing clusters, and FOLD3D's gains."""
     grid = _throughputs(((f"{n} GPUs {p.model}", p, {}) for n, p in _WEAK.items()), systems, times)
     gains = [(f"FOLD3D over Megatron, {n} GPUs", 1.31, gain(times, p)) for n, p in _WEAK.items()]
     return Result(
@@ -70,50 +64,6 @@ def fig6(times: Times = iteration) -> Result:
     )
 
 
-def fig8(times: Times = iteration) -> Result:
-    """Fig. 8: pipeline against data parallelism."""
-    jobs = [
-        (f"{node} pp={pp} dp={gpus // 8 // pp}", _laid_out(node, gpus // 8 // pp, pp, 8))
-        for node, gpus in (("a100", 128), ("v100", 64))
-        for pp in (1, 2, 4, 8, 16)
-        if gpus // 8 % pp == 0
-    ]
-    return _layouts(
-        "fig8",
-        "Fig. 8, PP against DP, tp=8",
-        jobs,
-        lambda values: max(values) not in (values[0], values[-1]),
-        "the best is neither the smallest nor the largest pipeline",
-        times,
-    )
-
-
-def fig9(times: Times = iteration) -> Result:
-    """Fig. 9: pipeline against tensor parallelism."""
-    jobs = [
-        (f"{node} tp={tp} pp={32 // tp}", _laid_out(node, dp, 32 // tp, tp))
-        for node, dp in (("a100", 4), ("v100", 2))
-        for tp in (1, 2, 4, 8, 16)
-    ]
-    return _layouts("fig9", "Fig. 9, PP against TP", jobs, *_TP_IN_HOST, times)
-
-
-def fig10(times: Times = iteration) -> Result:
-    """Fig. 10: data against tensor parallelism."""
-    jobs = [
-        (f"{node} tp={tp} dp={gpus // 4 // tp}", _laid_out(node, gpus // 4 // tp, 4, tp))
-        for node, gpus in (("a100", 128), ("v100", 64))
-        for tp in (1, 2, 4, 8, 16)
-    ]
-    return _layouts("fig10", "Fig. 10, DP against TP, pp=4", jobs, *_TP_IN_HOST, times)
-
-
-_TP_IN_HOST: tuple[Callable[[Sequence[float]], bool], str] = (
-    lambda values: max(values) == values[3] > values[4],
-    "tp=8 is the best, and tp=16 crosses hosts",
-)
-
-
 def fig11(times: Times = iteration) -> Result:
     """Fig. 11: the number of segments."""
     models = {"gpt3-39b": (4, 4, (1, 2, 3, 4, 6, 12)), "gpt3-14b": (8, 2, (1, 2, 4, 8, 16))}
@@ -127,7 +77,7 @@ def fig11(times: Times = iteration) -> Result:
         jobs += [(f"{model} ns={n}", point) for n, point in points.items()]
         fastest = _fastest(points, times)
         best.append((f"best number of segments, {model}", (2.0, 4.0), fastest))
-    grid = _throughputs(((label, point, {}) for label, point in jobs), ("fold3d",), times)
+    grid = _of_ours(sorted(jobs, key=lambda job: job[1].segments), times)
     return Result(
         name="fig11",
         title="Fig. 11, number of segments",
@@ -143,9 +93,7 @@ def fig12(times: Times = iteration) -> Result:
         256: {"fold3d": 116.1, "megatron": 88.3, "dspeed3d": 78.3, "zero3": 36.1}
     }
     grid = _throughputs(
-        ((f"batch {n}", point, known.get(n, {})) for n, point in points.items()),
-        _BASELINES,
-        times,
+        ((f"batch {n}", point, known.get(n, {})) for n, point in points.items()), _BASELINES, times
     )
     found = claims(
         ("FOLD3D over Megatron, batch 256", 1.315, gain(times, points[256])),
@@ -158,7 +106,7 @@ def fig12(times: Times = iteration) -> Result:
         name="fig12",
         title="Fig. 12, batch sizes, GPT-3 39B on 128 A100",
         grids=(grid, found, times_to_a_loss()),
-        curves=picture(stored()),
+        curves=lines(),
         notes=(
             "12a and 12c follow from no simulation, and their curves need training of GPT-3 39B "
             "until it converges: ours are of a small GPT (curves.py)",
@@ -197,13 +145,6 @@ def _job(batch: int, gigabits: float | None = None) -> Point:
     return replace(A100_39B, batch=batch, gigabits=None if own else gigabits)
 
 
-def _laid_out(node: str, dp: int, pp: int, tp: int) -> Point:
-    """Return GPT-3 39B in this layout, in at most four segments."""
-    segments = min(4, SHAPES["gpt3-39b"].num_layers // pp)
-    batch = {"a100": 256, "v100": 128}[node]
-    return Point(node=node, model="gpt3-39b", batch=batch, dp=dp, pp=pp, tp=tp, segments=segments)
-
-
 def _fastest(points: Mapping[int, Point], times: Times) -> int | None:
     found = {n: ran.total_s for n, p in points.items() if (ran := times(p, "fold3d"))}
     return min(found, key=found.__getitem__, default=None)
@@ -220,25 +161,76 @@ def _throughputs(
     return Grid(title=TFLOPS, numbers=numbers, drawn=tuple(systems))
 
 
+def _of_ours(jobs: Sequence[tuple[str, Point]], times: Times) -> Grid:
+    """Return FOLD3D's throughputs; jobs whose names differ in the first word are one group."""
+    grid = _throughputs(((label, point, {}) for label, point in jobs), ("fold3d",), times)
+    words = ((label, label.split(" ", 1)) for label, _ in jobs)
+    return replace(grid, bars={label: (group, first) for label, (first, group) in words})
+
+
 def _layouts(
     name: str,
     title: str,
-    jobs: Sequence[tuple[str, Point]],
-    is_claimed: Callable[[Sequence[float]], bool],
+    layout: Callable[[int, int], dict[str, int]],
     claim: str,
-    times: Times,
+    is_claimed: Callable[[Sequence[float]], bool],
+    times: Times = iteration,
 ) -> Result:
-    """Return FOLD3D's throughputs, and whether each cluster's are as the text claims."""
-    grid = _throughputs(((label, point, {}) for label, point in jobs), ("fold3d",), times)
-    judged = []
+    """Return FOLD3D's throughputs of GPT-3 39B, and whether each cluster's are as claimed.
+
+    Args:
+        layout: its sizes by GPUs and the size that is varied; the first two name it.
+    """
+    jobs, verdicts = [], []
+    for node, gpus, batch in (("a100", 128, 256), ("v100", 64, 128)):
+        for sizes in (layout(gpus, size) for size in (1, 2, 4, 8, 16)):
+            if prod(sizes.values()) == gpus:
+                segments = min(4, SHAPES["gpt3-39b"].num_layers // sizes["pp"])
+                job = Point(node=node, model="gpt3-39b", batch=batch, segments=segments, **sizes)
+                varied = (f"{key}={size}" for key, size in [*sizes.items()][:2])
+                jobs.append((f"{node} {' '.join(varied)}", job))
+    grid = _of_ours(jobs, times)
     for node in ("a100", "v100"):
-        values = [n.ours for n in grid.numbers if n.row.startswith(node) and n.ours is not None]
-        if len(values) == sum(label.startswith(node) for label, _ in jobs):
-            judged.append((f"{node}: {claim}", is_claimed(values)))
-    return Result(
-        name=name,
-        title=f"{title}, GPT-3 39B",
-        grids=(grid,),
-        verdicts=tuple(judged),
-        notes=("the text does not name the model; batches of 256 and 128",),
-    )
+        own = [n.ours for n in grid.numbers if n.row.startswith(node)]
+        values = [ours for ours in own if ours is not None]
+        if len(values) == len(own):
+            verdicts.append((f"{node}: {claim}", is_claimed(values)))
+    note = "the text does not name the model; batches of 256 and 128"
+    full = f"{title}, GPT-3 39B"
+    return Result(name=name, title=full, grids=(grid,), verdicts=tuple(verdicts), notes=(note,))
+
+
+_TP_IN_HOST = (
+    "tp=8 is the best, and tp=16 crosses hosts",
+    lambda values: max(values) == values[3] > values[4],
+)
+FIGURES: dict[str, Callable[..., Result]] = {
+    "fig2": partial(_weak_scaling, "fig2", "Fig. 2, weak scaling of FOLD3D", ("fold3d",)),
+    "fig6": fig6,
+    "fig7": partial(_weak_scaling, "fig7", "Fig. 7, weak scaling", ("fold3d", "megatron", "zero3")),
+    "fig8": partial(
+        _layouts,
+        "fig8",
+        "Fig. 8, PP against DP, tp=8",
+        lambda gpus, pp: {"pp": pp, "dp": gpus // 8 // pp, "tp": 8},
+        "the best is neither the smallest nor the largest pipeline",
+        lambda values: max(values) not in (values[0], values[-1]),
+    ),
+    "fig9": partial(
+        _layouts,
+        "fig9",
+        "Fig. 9, PP against TP",
+        lambda gpus, tp: {"tp": tp, "pp": 32 // tp, "dp": gpus // 32},
+        *_TP_IN_HOST,
+    ),
+    "fig10": partial(
+        _layouts,
+        "fig10",
+        "Fig. 10, DP against TP, pp=4",
+        lambda gpus, tp: {"tp": tp, "dp": gpus // 4 // tp, "pp": 4},
+        *_TP_IN_HOST,
+    ),
+    "fig11": fig11,
+    "fig12": fig12,
+    "fig13": fig13,
+}

@@ -112,12 +112,8 @@ def _job_array(name: str, tasks: Sequence[Task], folder: Path) -> Iterator[str]:
     yield "case $SLURM_ARRAY_TASK_ID in"
     for task in tasks:
         variables = f"SYSTEMS={task.system} SEGMENTS={task.point.segments}"
-        words = [
-            *_words(task),
-            *task.own_flags(folder),
-            "--save",
-            str(task.place(folder) / "saved"),
-        ]
+        saved = ["--save", str(task.place(folder) / "saved")]
+        words = [*_words(task), *task.own_flags(folder), *saved]
         yield f'    {task.number}) export {variables} && set -- {shlex.join(words)} "$@" ;;'
     yield "esac"
     yield "export SLURM_ARRAY_TASK_ID=0 # of SYSTEMS"

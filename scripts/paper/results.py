@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from megatron.fold3d.commands.console import faster, faster_between
+from megatron.fold3d.commands.pictures import Lines
 
 Published = float | tuple[float, float] | None
 """A number of the paper, the two ends of a range that it states, or nothing."""
@@ -45,13 +46,19 @@ class Grid:
         title: what they are, with their unit.
         numbers: in the order of rows and columns.
         drawn: the columns that a picture has; empty means that the grid is not drawn.
+        bars: where rows are bars of a group as in the paper: the group, and what the bar shows.
+        is_stacked: whether the columns of a row are parts of one bar.
         axis: what they are; by default the title.
+        mark: what else a bar has a stroke for.
     """
 
     title: str
     numbers: tuple[Number, ...]
     drawn: tuple[str, ...] = ()
+    bars: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    is_stacked: bool = False
     axis: str = ""
+    mark: str = "published"
 
     @property
     def rows(self) -> list[str]:
@@ -83,7 +90,7 @@ class Result:
         grids: its numbers.
         verdicts: claims of the text that are no numbers, and whether they hold here.
         notes: what to know, such as what no simulation gives.
-        curves: a picture of loss curves, by the suffix of its file; empty if it has none.
+        curves: the lines of plots of losses, by what they are over.
     """
 
     name: str
@@ -91,7 +98,7 @@ class Result:
     grids: tuple[Grid, ...]
     verdicts: tuple[tuple[str, bool], ...] = ()
     notes: tuple[str, ...] = ()
-    curves: Mapping[str, bytes] = field(default_factory=dict)
+    curves: Mapping[str, Lines] = field(default_factory=dict)
 
     def text(self) -> str:
         """Return the result for people."""
@@ -123,7 +130,7 @@ def _lines(grid: Grid) -> Iterator[str]:
     if any(means):
         table.append(["mean error", *means])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    yield f"{grid.title}; published > ours (error)"
+    yield f"{grid.title}; {grid.mark} > ours (error)"
     yield from (_aligned(line, widths) for line in table)
 
 

@@ -17,13 +17,7 @@ from megatron.fold3d.predict.cost_model.sizes import (
 from megatron.fold3d.predict.search.candidates import Candidate
 from scripts.paper.perf_model import aiao_activation_bytes
 from scripts.paper.points import model_share
-from scripts.paper.published_rows import (
-    GRADIENT_BYTES,
-    MICROBATCH_SIZE,
-    Row,
-    Tables,
-    published_ms,
-)
+from scripts.paper.published_rows import GRADIENT_BYTES, MICROBATCH_SIZE, Row, Tables, published_ms
 from scripts.paper.table_rows import segments_of
 
 STATE_BYTES = 20

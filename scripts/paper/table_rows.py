@@ -22,13 +22,7 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 from scripts.paper.perf_model import grad_sync_s
-from scripts.paper.published_rows import (
-    GRADIENT_BYTES,
-    MICROBATCH_SIZE,
-    Row,
-    Tables,
-    published_ms,
-)
+from scripts.paper.published_rows import GRADIENT_BYTES, MICROBATCH_SIZE, Row, Tables, published_ms
 
 MEGATRON_SEGMENTS = 2  # explains the published bubble of each Megatron row
 ITERATIONS = 4  # until a schedule that defers DP.sync is steady
@@ -52,11 +46,7 @@ def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
     shape, measured = tables.shapes[row["model"]], tables.measured(row)
     segments = segments_of(row)
     microbatches = row["batch"] // row["dp"] // MICROBATCH_SIZE
-    sizes = {
-        "num_ranks": row["pp"],
-        "num_segments": segments,
-        "num_microbatches": microbatches,
-    }
+    sizes = {"num_ranks": row["pp"], "num_segments": segments, "num_microbatches": microbatches}
     bytes_per_s = fit.sync_bytes_per_s[row["cluster"]]
 
     # Megatron sends each element once and gathers in the node, DeepSpeed from every TP rank.

@@ -88,6 +88,7 @@ def _table(name: str, number: str, times: Times | None) -> Result:
         title="Milliseconds, GB of a GPU and of a host, TFLOP/s of a GPU, % of its peak",
         axis="ms of an iteration",
         numbers=tuple(numbers),
+        bars={_label(row): _bar(row) for row in rows},
         drawn=("iteration",),
     )
     title = f"Table {number}, breakdown of an iteration by system"
@@ -131,6 +132,13 @@ def point_of(row: Row) -> Point | None:
         sizes |= {"pp": 2 * sizes["pp"], "tp": 4}
     assert prod(sizes.values()) == int(gpus)
     return Point(node=node, model=model, batch=row["batch"], segments=row["ns"] or 4, **sizes)
+
+
+def _bar(row: Row) -> tuple[str, str]:
+    """Return the group of a row's bar, and its system by name."""
+    mark = " (fitted)" * (row["model"] == CALIBRATION)
+    group = f"{row['cluster']} {row['model']}{mark}"
+    return group, _SYSTEMS.get(row["system"], "megatron")
 
 
 def _label(row: Row) -> str:

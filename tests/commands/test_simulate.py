@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron.fold3d.commands.console import faster
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -82,7 +83,7 @@ def test_simulate_reads_costs_and_draws(fold3d, tmp_path: Path):
     code, out, err = fold3d(f"{SIMULATE} --costs {costs} --svg {svg}")
     assert (code, err) == (0, "")
     assert out == fold3d(SIMULATE)[1]
-    assert ">aiao: 2 ranks, 2 segments, 4 micro-batches</text>" in svg.read_text()
+    assert ">Simulated: aiao, 2 ranks, 2 segments, 4 micro-batches</text>" in svg.read_text()
 
 
 def embedded(path: Path) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def test_the_page_shows_what_the_command_simulates(fold3d, tmp_path: Path):
     code, out, err = fold3d(line)
     assert (code, err) == (0, "")
     [view] = embedded(page)["views"]
-    assert view["name"] == "simulated"
+    assert view["name"] == "aiao:wgrad=behind@1"
     assert view["ends"][-1] == 1e6 * json.loads(out)["makespan_s"]
     assert "2W:250" in view["ranks"][0]["compute"]["word"]
     assert fold3d(f"{SIMULATE} --seconds forward=0,backward=0 --html {page}")[0] == 0
@@ -109,11 +110,28 @@ def test_runs_with_other_flags_stand_beside_it(fold3d, tmp_path: Path):
     assert (code, err) == (0, "")
     assert out == fold3d(f"{SIMULATE} --seconds sum=4")[1]
     views = embedded(page)["views"]
-    names = ["A aiao", "B 1f1b", "C aiao:step=next"]
+    names = ["aiao", "1f1b", "aiao:step=next"]
     assert [view["name"] for view in views] == names
     assert ["2F0" in view["ranks"][0]["compute"]["word"] for view in views] == [True, False, True]
     assert [view["ranks"][0]["compute"]["end"][0] for view in views] == [1e6, 2e6, 1e6]
     assert all(f">{name}</text>" in svg.read_text() for name in names)
+
+
+def test_the_page_says_what_is_simulated_and_what_is_gained_over_stock(fold3d, tmp_path: Path):
+    page = tmp_path / "page.html"
+    model = "--model gpt3-18b --cluster a100x64-100g --pp 4 --tp 8 --micro-batch-size 1"
+    line = f"simulate --schedule aiao --segments 2 {model} --microbatches 4 --recompute full"
+    others = "--beside '--schedule stock' --beside '--schedule 1f1b --segments 1' --json"
+    code, out, err = fold3d(f"{line} {others} --html {page}")
+    assert (code, err) == (0, "")
+    stock_s = json.loads(fold3d(f"{line} --schedule stock --json")[1])["period_s"]
+    gain = faster(stock_s / json.loads(out)["period_s"] - 1)
+    text = page.read_text()
+    assert f"<b>{gain}</b><span>than stock of the same layout</span>" in text
+    assert "<h1>Simulated: gpt3-18b on a100x64-100g</h1>" in text
+    assert [view["name"] for view in embedded(page)["views"]][1] == "stock interleaved"
+    fold3d(f"{line} --beside '--schedule 1f1b --segments 1' --html {page}")
+    assert "than stock" not in page.read_text()  # ours alone
 
 
 @pytest.mark.parametrize(

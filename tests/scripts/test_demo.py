@@ -1,4 +1,4 @@
-"""`make demo`: how it tells the time that is left, and all of it in small."""
+"""`make demo`: what it compares, and all of it in small."""
 
 import os
 import re
@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.observe.training_log import LoggedIteration
 from scripts import demo
-from scripts.bench.summary import Run
-from scripts.bench.variants import DEFAULT
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -22,24 +19,6 @@ job = replace(demo.JOB, num_layers=4, hidden_size=64)
 demo.FORWARD_MS, demo.BACKWARD_MS = 4, 8
 sys.exit(demo.main(sys.argv[1:], job))
 """
-
-
-def test_a_run_that_is_over_leaves_a_line_with_the_time_that_is_left(capsys, monkeypatch):
-    now_s = 0.0
-    monkeypatch.setattr(demo.time, "monotonic", lambda: now_s)
-    arms = demo.arms(demo.JOB)
-    progress = demo.Progress(arms, 1, 5)
-    for arm in arms:
-        progress.begin(arm, 1)
-        now_s += 2 * progress._guess_s(arm)  # this machine is half as fast as the guess
-        iterations = tuple(LoggedIteration(number=n, elapsed_ms=1600.0) for n in range(1, 8))
-        progress.end(Run(variant=DEFAULT, round=1, iterations=iterations, warmup=2))
-    first, second, last = capsys.readouterr().out.splitlines()
-    rest_s = sum(2 * progress._guess_s(arm) for arm in arms[1:])
-    assert first.startswith("round 1 of 1  A stock's default    1600 (1600-1600) ms")
-    assert first.endswith(f"about {rest_s:.0f} s left")
-    assert second.endswith(f"about {2 * progress._guess_s(arms[2]):.0f} s left")
-    assert "left" not in last
 
 
 def test_the_strongest_stock_has_as_many_segments_as_ours():

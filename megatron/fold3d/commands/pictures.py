@@ -1,35 +1,78 @@
-"""Plots, which matplotlib draws: an extra, so that who asks for no picture needs no library."""
+"""Plots, which matplotlib draws: an extra, so that who asks for no picture needs no library.
+
+All pictures have one width, one size of words, and the colors of `palette`. An SVG follows its
+reader's choice of a light or a dark page.
+"""
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
+from itertools import accumulate
 from logging import ERROR, getLogger
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron.fold3d.observe.report.palette import DARK, PLAIN, SERIES
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NO_PICTURE = "no picture without matplotlib: pip install '.[plots]' in the checkout of FOLD3D"
+WIDTH, SIZE = 560.0, 12.0
+"""Of a picture and of its words, in points: words are 9 pixels high where a phone shows it."""
+
+_THICK = 0.86  # of a bar, in the distance to the next one
+_ROOM = 0.15  # of the longest bar, for the value behind a bar
+_STYLE: Mapping[str, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fold3d",  # equal pictures are equal files
+    "font.sans-serif": ("DejaVu Sans", "Verdana", "Helvetica"),
+    "font.size": SIZE,
+    "axes.titlesize": SIZE,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "figure.facecolor": PLAIN["page"],
+    "axes.facecolor": "none",
+    "axes.edgecolor": PLAIN["line"],
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.axisbelow": True,
+    "axes.labelcolor": PLAIN["soft"],
+    "xtick.color": PLAIN["line"],
+    "ytick.color": PLAIN["line"],
+    "xtick.labelcolor": PLAIN["ink"],
+    "ytick.labelcolor": PLAIN["ink"],
+    "text.color": PLAIN["ink"],
+    "grid.color": PLAIN["line"],
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "figure.constrained_layout.w_pad": 8 / 72,
+    "figure.constrained_layout.h_pad": 8 / 72,
+}
 
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 """The points of each line, by its name."""
 
 
-def figure(asked: str, width: float, height: float) -> "Figure":
-    """Return an empty picture; ``asked`` is the option that asks for it.
+def figure(asked: str, height: float) -> "Figure":
+    """Return an empty picture, ``height`` points high; ``asked`` is the option that asks for it.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
     getLogger("matplotlib.font_manager").setLevel(ERROR)  # at first it says that it makes a cache
     try:
+        from matplotlib import rcParams
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError(f"{asked}: {NO_PICTURE}") from None
-    return Figure(figsize=(width, height), layout="constrained")
+    rcParams.update(_STYLE)
+    picture = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
+    picture.patch.set_gid("page")
+    return picture
 
 
-def plot_losses(title: str, panels: Mapping[str, Lines], kind: str = "svg") -> bytes:
-    """Return losses in plots side by side, an SVG or a ``png``; equal losses give equal bytes.
+def plot_losses(title: str, panels: Mapping[str, Lines]) -> bytes:
+    """Return the SVG of losses in plots one above the other; equal losses give equal bytes.
 
     Args:
         title: stands above them.
@@ -38,25 +81,132 @@ def plot_losses(title: str, panels: Mapping[str, Lines], kind: str = "svg") -> b
     Raises:
         ValueError: matplotlib is not installed.
     """
-    picture = figure("--svg", 12, 4.4)
-    picture.suptitle(title, x=0.01, ha="left", weight="bold")
-    for axes, (over, lines) in zip(picture.subplots(1, len(panels)), panels.items(), strict=True):
+    picture = figure("--svg", 240 * len(panels) + 100)
+    picture.suptitle(title, x=0.01, ha="left", weight="bold", size=SIZE)
+    for axes, (over, lines) in zip(picture.subplots(len(panels), 1), panels.items(), strict=True):
         axes.set(xlabel=over, ylabel="loss")
-        axes.grid(color="0.9")
+        axes.set_prop_cycle(color=SERIES)
+        axes.grid()
         for number, (name, points) in enumerate(lines.items()):
             # Where lines lie on each other, the ones below shine through the gaps of those above.
-            style = "--" if number else "-"
+            style = "-" if not number else "--" if number < len(SERIES) else ":"
             x, y = [x for x, _ in points], [y for _, y in points]
             axes.plot(x, y, style, label=name, gid=f"{name} over {over}")
-    picture.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    return as_bytes(picture, title, kind)
+    picture.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return as_bytes(picture, title)
 
 
-def as_bytes(picture: "Figure", title: str, kind: str = "svg") -> bytes:
-    """Return a picture as a file: equal ones give equal bytes, and the text of an SVG is text."""
-    from matplotlib import rc_context
+class Bar(NamedTuple):
+    """A bar of a group.
 
+    Attributes:
+        name: what it shows; the legend has each name once.
+        paint: its color.
+        value: how long it is; None if that is not known.
+        other: another value for the same, which is a stroke, or a paler bar below a stack.
+        spread: the quartiles of a measured value.
+    """
+
+    name: str
+    paint: str
+    value: float | None
+    other: float | None = None
+    spread: tuple[float, float] | None = None
+
+
+def plot_bars(
+    title: str,
+    axis: str,
+    groups: Mapping[str, Sequence[Bar]],
+    *,
+    other: str = "",
+    stacked: bool = False,
+    description: str | None = None,
+) -> bytes:
+    """Return the SVG of groups of bars, with their values; equal ones give equal bytes.
+
+    Args:
+        title: stands above them.
+        axis: what the values are, with their unit.
+        groups: the bars of each, by its name.
+        other: what the other values are.
+        stacked: whether the bars of a group are parts of one.
+        description: what the file says of itself.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    picture, place = figure("pictures", 0), _stack if stacked else _side_by_side
+    axes, y, middles = picture.subplots(), 0.0, []
+    widest = max(bar.value or 0.0 for group in groups.values() for bar in group)
+    for group in groups.values():
+        below = place(axes, y, group, other, _ROOM * widest)
+        middles.append((y + below - 1) / 2)
+        y = below + 0.5
+    picture.set_figheight((110 + 16 * y) / 72)
+    axes.set_yticks(middles, [*groups])
+    axes.set(xlabel=axis, ylim=(y - 1, -1))
+    axes.margins(x=0.12)
+    axes.grid(axis="x")
+    axes.tick_params(length=0)
+    picture.suptitle(title, x=0.01, ha="left", weight="bold", size=SIZE)
+    handles = {text: bar for bar, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if stroke := handles.pop(other, None):
+        handles[other] = stroke  # behind the bars
+    if len(handles) > 1:
+        picture.legend(handles.values(), handles, loc="outside lower left", ncols=5)
+    return as_bytes(picture, title, description)
+
+
+def _side_by_side(axes: "Axes", y: float, group: Sequence[Bar], other: str, room: float) -> float:
+    """Draw a bar for each value, with its spread; returns where the next one is."""
+    for bar in group:
+        end = max(bar.value or 0.0, *(bar.spread or (0.0,)))
+        axes.barh(y, bar.value or 0.0, _THICK, color=bar.paint, label=bar.name)
+        if bar.spread:
+            axes.hlines(y, *bar.spread, color=PLAIN["ink"], linewidth=1.2)
+        if bar.other is not None:
+            at = [bar.other] * 2, [y - _THICK / 2, y + _THICK / 2]
+            axes.plot(*at, color=PLAIN["ink"], linewidth=2.5, label=other)
+            end = bar.other if end < bar.other < end + room else end  # words hide no stroke
+        _say(axes, end, y, "–" if bar.value is None else _short(bar.value))
+        y += 1
+    return y
+
+
+def _stack(axes: "Axes", y: float, group: Sequence[Bar], other: str, _: float) -> float:
+    """Draw values end to end and, where all are known, the others below."""
+    for what, values in (("", [b.value for b in group]), (other, [b.other for b in group])):
+        known = [value for value in values if value is not None]
+        if len(known) < len(group):
+            continue
+        for bar, value, left in zip(group, known, accumulate(known, initial=0.0), strict=False):
+            label = {"alpha": 0.6} if what else {"label": bar.name}
+            axes.barh(y, value, _THICK, left, color=bar.paint, **label)
+        _say(axes, sum(known), y, f"{_short(sum(known))} {what}")
+        y += 1
+    return y
+
+
+def _say(axes: "Axes", x: float, y: float, text: str) -> None:
+    """Write behind a bar, a little apart from it."""
+    axes.annotate(text, (x, y), (5, 0), textcoords="offset points", va="center_baseline")
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def as_bytes(picture: "Figure", title: str, description: str | None = None) -> bytes:
+    """Return a picture as an SVG whose text is text, and whose plain colors follow the page's."""
     written = BytesIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        picture.savefig(written, format=kind, metadata={"Date": None, "Title": title})
-    return written.getvalue()
+    metadata = {"Date": None, "Title": title, "Description": description}
+    picture.savefig(written, format="svg", metadata=metadata)
+    rules = [
+        f'[style*="{what}: {PLAIN[name]}"] {{{what}: {dark} !important}}'
+        for name, dark in DARK.items()
+        for what in ("fill", "stroke")
+    ]
+    page = f"#page path {{fill: {DARK['page']} !important}}"
+    media = f"@media (prefers-color-scheme: dark) {{{' '.join((page, *rules))}}}</style>"
+    return written.getvalue().replace(b"</style>", media.encode(), 1)

@@ -11,6 +11,7 @@ from megatron.fold3d.commands.console import faster, faster_between
 from megatron.fold3d.commands.pictures import figure
 from megatron.fold3d.commands.training_flags import LOCAL_FP32, sums_of
 from megatron.fold3d.commands.yours import CHANGES_RESULTS, NOT_MODELLED, Yours
+from megatron.fold3d.observe.report.palette import SERIES
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.efficiency import source_of
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
@@ -142,14 +143,14 @@ def plot(found: Search, file: Path) -> None:
         ValueError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    picture = figure(f"--plot {file}", 7, 4.5)
+    picture = figure(f"--plot {file}", 340)
     axes = picture.add_subplot(
         xlabel="GiB of the fullest GPU", ylabel="seconds of an iteration", yscale="log"
     )
-    for is_stock, label in ((True, "stock"), (False, "ours")):
+    for is_stock, label, paint in ((True, "stock", SERIES[1]), (False, "ours", SERIES[0])):
         own = [choice for choice in found.tried if choice.candidate.is_stock == is_stock]
         gib = [choice.device_bytes / 2**30 for choice in own]
-        axes.scatter(gib, [choice.iteration_s for choice in own], s=12, label=label, alpha=0.6)
+        axes.scatter(gib, [choice.iteration_s for choice in own], s=12, label=label, c=paint)
     best = found.choice
     axes.annotate(
         f"{best.candidate.name}, {seconds(best.iteration_s)}",

@@ -274,7 +274,7 @@ def _name(its: PredictedRun, config: Fold3DConfig, said: Described) -> str:
     if config.plan_file is not None:
         name = str(config.plan_file)
     else:
-        name = f"stock {c.schedule}" if c.is_stock else str(c.choice)
+        name = c.name if c.is_stock else str(c.choice)
     if its.auto_replicated and not c.choice.where(optimizer="replicated"):
         name += ":optimizer=sharded"
     for flag, counts, is_given in (

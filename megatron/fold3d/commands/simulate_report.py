@@ -6,7 +6,7 @@ from shutil import get_terminal_size
 from typing import Any
 
 from megatron.fold3d.commands import exposure_table
-from megatron.fold3d.commands.console import OK, REJECTED, complain, lettered
+from megatron.fold3d.commands.console import OK, REJECTED, complain, faster, lettered
 from megatron.fold3d.commands.plan_sizes import in_words, sizes
 from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.observe.breakdown import Breakdown, Flops, seconds_of, shown_columns
@@ -119,14 +119,25 @@ def page_of(reports: Sequence[Report]) -> str:
         f"{view.name}: {_sizes(report)}; at most {held} activations on a rank"
         for view, report, held in zip(views, reports, most, strict=True)
     )
-    return page(title_of(reports), "\n".join(lines), views)
+    return page(title_of(reports), "\n".join(lines), views, gain=_gain(reports))
 
 
 def title_of(reports: Sequence[Report]) -> str:
-    """Return the title of a page or a picture."""
-    if len(reports) == 1:
-        return f"{reports[0].name}: {_sizes(reports[0])}"
-    return " beside ".join(report.name for report in reports)
+    """Return the title of a page or a picture: the job, and what of it all runs share."""
+    shape, cluster = reports[0].run.shape, reports[0].cluster
+    parts = [f"{shape.name} on {cluster.name}"] if shape and cluster else []
+    for of_each in ({report.name for report in reports}, {_sizes(report) for report in reports}):
+        parts += of_each if len(of_each) == 1 else ()
+    return f"Simulated: {', '.join(parts)}"
+
+
+def _gain(reports: Sequence[Report]) -> str | None:
+    """Return how much faster the first run is than the fastest of stock in its layout."""
+    first, *others = reports
+    layout = first.run.candidate.layout
+    alike = [report for report in others if report.run.candidate.layout == layout]
+    stock_s = min((r.found.seconds for r in alike if r.run.candidate.is_stock), default=None)
+    return None if stock_s is None else faster(stock_s / first.found.seconds - 1)
 
 
 def _sizes(report: Report) -> str:
@@ -135,8 +146,8 @@ def _sizes(report: Report) -> str:
 
 
 def views_of(reports: Sequence[Report]) -> list[View]:
-    """Return runs as a page or a picture shows them; each of several has a letter."""
-    names = lettered([report.name for report in reports]) if len(reports) > 1 else ["simulated"]
+    """Return runs as a page or a picture shows them; equal names have letters."""
+    names = [report.name for report in reports]
     return [
         View(
             name=name,
@@ -147,7 +158,9 @@ def views_of(reports: Sequence[Report]) -> list[View]:
                 flops=report.flops,
             ),
         )
-        for name, report in zip(names, reports, strict=True)
+        for name, report in zip(
+            names if len({*names}) == len(names) else lettered(names), reports, strict=True
+        )
     ]
 
 

@@ -6,14 +6,15 @@ outlines in the color of what is waited for. Where the background shows, the ran
 """
 
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import ceil
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.fold3d.commands.pictures import as_bytes, figure
+from megatron.fold3d.commands.pictures import SIZE, WIDTH, as_bytes, figure
 from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.observe.report.page import View
-from megatron.fold3d.observe.report.palette import HUES, PLAIN, color, takes_dark_text
+from megatron.fold3d.observe.report.palette import DARK_TEXT, HUES, PLAIN, color, text_on
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ops import P2P_OPS, PART_OPS, TABLE
 
@@ -41,10 +42,11 @@ _OUTLINED = ("waits-sync", "waits-p2p")
 _UNITS = ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)  # of which the first reads well
 _A_LITTLE_MORE = 1.02
 # In points.
-_WIDTH, _LEFT, _ACROSS = 864.0, 56.0, 788.0
-_NAME, _BELOW = 32.0, 62.0  # the line above a diagram, and what is below the last
+_LEFT, _ACROSS = 52.0, WIDTH - 64
+_SPACE, _LINE, _AXIS = 12.0, 17.0, 44.0  # above words, of each of their lines, and below diagrams
 _THIN = 8.5  # the most of a thin lane
 _CHAR, _BOLD_CHAR = 0.57, 0.66  # width of a character over the font size
+_COLUMNS = 3  # of the legend
 
 
 def draw(asked: str, title: str, views: Sequence[View]) -> bytes:
@@ -67,34 +69,45 @@ def draw(asked: str, title: str, views: Sequence[View]) -> bytes:
     diagrams = [*map(_Diagram, shown)]
     end_s = end_s or diagrams[0].last_s
     unit, unit_s = next((u for u in _UNITS if end_s >= u[1]), ("s", 1.0))
-    height = _NAME + sum(_NAME + diagram.height for diagram in diagrams) + _BELOW
-    picture, looks, top = figure(asked, _WIDTH / 72, height / 72), set[str](), _NAME
+    legend = _legend(diagrams)
+    title_lines = _in_lines(title, _BOLD_CHAR)
+    captions = [_in_lines(_caption(view.row.iteration), _CHAR) for view in views]
+    names = [[view.name] if len(views) > 1 else [] for view in views]
+    num_lines = sum(map(len, (title_lines, *names, *captions))) + ceil(len(legend) / _COLUMNS)
+    height = _SPACE * (1 + len(views)) + _LINE * num_lines + _AXIS
+    height += sum(diagram.height for diagram in diagrams)
+    picture = figure(asked, height)
     picture.set_layout_engine("none")
-    size = min(14.0, 0.96 * _WIDTH / len(title) / _BOLD_CHAR)
-    picture.text(0.02, 1 - 27 / height, title, size=size, weight="bold", color=PLAIN["ink"])
-    for view, diagram in zip(views, diagrams, strict=True):
-        top += _NAME + diagram.height
-        place = (_LEFT / _WIDTH, 1 - top / height, _ACROSS / _WIDTH, diagram.height / height)
+
+    def write(lines: Sequence[str], top: float, ink: str, weight: str = "normal") -> float:
+        at = _SPACE / WIDTH, 1 - top / height
+        picture.text(*at, "\n".join(lines), va="top", color=PLAIN[ink], weight=weight)
+        return top + _LINE * len(lines)
+
+    top = write(title_lines, _SPACE, "ink", "bold")
+    for name, caption, diagram in zip(names, captions, diagrams, strict=True):
+        top = write(caption, write(name, top + _SPACE, "ink", "bold"), "soft") + diagram.height
+        place = (_LEFT / WIDTH, 1 - top / height, _ACROSS / WIDTH, diagram.height / height)
         axes = picture.add_axes(place, frameon=False)
         axes.set(xlim=(0, end_s / unit_s or 1.0), ylim=(diagram.height, 0))
-        axes.set_title(_caption(view.row.iteration), loc="right", size=12, color=PLAIN["soft"])
-        if len(views) > 1:
-            axes.set_title(view.name, loc="left", x=-0.05, size=13, weight="bold")
-        axes.tick_params(length=0, labelsize=10, labelcolor=PLAIN["soft"], labelbottom=False)
-        looks |= diagram.fill(axes, unit_s)
+        axes.tick_params(length=0, labelcolor=PLAIN["soft"], labelbottom=False)
+        diagram.fill(axes, unit_s)
     axes.tick_params(labelbottom=True)  # the last one's
-    axes.set_xlabel(f"time [{unit}]", size=10, color=PLAIN["soft"])
-    _add_legend(picture, looks, max(diagram.segments for diagram in diagrams))
+    axes.set_xlabel(f"time [{unit}]")
+    _add(picture, legend)
     return as_bytes(picture, title)
+
+
+def _in_lines(text: str, of_char: float) -> list[str]:
+    """Return a text in as many lines as it needs."""
+    return wrap(text, int((WIDTH - 24) / SIZE / of_char), break_on_hyphens=False)
 
 
 def _caption(row: Exposure) -> str:
     exposed = (("DP.sync", row.grad_sync_s), ("PP.sync", row.p2p_s), ("copies", row.copy_s))
-    parts = [
-        f"{row.total_s * 1e3:.0f} ms per iteration",
-        f"bubble {row.share(row.bubble_s):.1%}",
-        *(f"exposed {what} {row.share(s):.1%}" for what, s in exposed if s > 0),
-    ]
+    parts = [f"{row.total_s * 1e3:.0f} ms per iteration", f"bubble {row.share(row.bubble_s):.1%}"]
+    if shares := [f"{what} {row.share(s):.1%}" for what, s in exposed if s > 0]:
+        parts.append(f"exposed {', '.join(shares)}")
     return " · ".join(parts)
 
 
@@ -113,13 +126,13 @@ class _Diagram:
         self.pitch = sum(height + self.space for _, height in self.rows) + min(8.0, row / 3)
         self.height = ranks * self.pitch
 
-    def fill(self, axes: "Axes", unit_s: float) -> set[str]:
-        """Draw it, a path for all boxes of a color; returns what there is, for the legend."""
+    def fill(self, axes: "Axes", unit_s: float) -> None:
+        """Draw it, a path for all boxes of a color."""
         from matplotlib.patches import PathPatch
         from matplotlib.path import Path
 
         tops = [rank * self.pitch for rank in range(self.timeline.num_ranks)]
-        shown = range(0, len(tops), ceil(10 / self.pitch))  # names that do not touch each other
+        shown = range(0, len(tops), ceil(SIZE / self.pitch))  # names that do not touch each other
         middles = [tops[rank] + self.rows[0][1] / 2 for rank in shown]
         axes.set_yticks(middles, [f"rank {rank}" for rank in shown])
         boxes = defaultdict[tuple[str, int], list[_Box]](list)
@@ -147,8 +160,7 @@ class _Diagram:
                 size = 6 if bottom - top <= _THIN else 8
                 room = (right - left) / point - 2
                 if label and size < bottom - top and longest * size * _CHAR < room:
-                    is_dark = takes_dark_text(look, segment, self.segments)
-                    ink = PLAIN["ink" if is_dark else "page"]
+                    ink = text_on(look, segment, self.segments) if look in HUES else DARK_TEXT
                     place = (left + right) / 2, (top + bottom) / 2
                     axes.text(
                         *place, label, size=size, color=ink, ha="center", va="center_baseline"
@@ -157,7 +169,6 @@ class _Diagram:
             axes.axvline(end_s / unit_s, ls="--", lw=0.7, color=PLAIN["soft"])
         axes.grid(axis="x", color=PLAIN["line"], lw=0.7)
         axes.set_axisbelow(True)
-        return {"row", *(look for look, _ in boxes)}
 
 
 class _Box(NamedTuple):
@@ -199,28 +210,37 @@ def _paint(look: str, segment: int, segments: int) -> dict[str, Any]:
     return {"facecolor": fill, "edgecolor": "none"}
 
 
-def _add_legend(picture: "Figure", looks: Container[str], segments: int) -> None:
+def _legend(diagrams: Sequence[_Diagram]) -> dict[str, list[dict[str, Any]]]:
+    """Return what is drawn, by its name: the paint of each segment."""
+    segments = max(diagram.segments for diagram in diagrams)
+    drawn = {"row"} | {
+        _meaning(span, diagram.timeline.num_ranks)[0]
+        for diagram in diagrams
+        for spans in diagram.timeline.ranks
+        for span in spans
+        if span.lane in _DRAWN
+    }
+    entries = {
+        name: [_paint(look, s, segments) for s in range(segments if look in HUES else 1)]
+        for look, name in _LEGEND.items()
+        if look in drawn
+    }
+    return entries | ({"darker: later segment": [{"alpha": 0}]} if segments > 1 else {})
+
+
+def _add(picture: "Figure", legend: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    entries = {
-        name: [Patch(**_paint(look, s, segments)) for s in range(segments if look in HUES else 1)]
-        for look, name in _LEGEND.items()
-        if look in looks
-    }
-    if segments > 1:
-        entries["lighter to darker: first to last segment"] = [Patch(alpha=0)]
     picture.legend(
-        handles=[*map(tuple, entries.values())],
-        labels=[*entries],
+        handles=[tuple(Patch(**paint) for paint in paints) for paints in legend.values()],
+        labels=[*legend],
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="lower left",
-        bbox_to_anchor=(_LEFT / _WIDTH, 8 / 72 / picture.get_figheight()),
-        ncols=len(entries) if len(entries) < 7 else ceil(len(entries) / 2),
-        frameon=False,
-        fontsize=9,
-        labelcolor=PLAIN["ink"],
+        bbox_to_anchor=(_SPACE / WIDTH, 4 / 72 / picture.get_figheight()),
+        ncols=_COLUMNS,
         borderpad=0,
         borderaxespad=0,
-        columnspacing=1.6,
+        labelspacing=0.2,
+        columnspacing=1.2,
     )

@@ -97,7 +97,7 @@ const colors = (canvas) => {
 READ = """
 const out = { title: document.title, whole: shown(), colors: colors(chart) };
 out.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-chart.dispatchEvent(new PointerEvent("pointermove", at(140, 20)));
+chart.dispatchEvent(new PointerEvent("pointermove", at(GUTTER + 5, 20)));
 view.draw();
 out.tip = tip.hidden ? null : tip.innerText;
 out.scrolls = chart.dispatchEvent(new WheelEvent("wheel", { ...at(400, 20), deltaY: -200 }));
@@ -235,13 +235,13 @@ const find = (text) => {
 };
 out.found = ["0F1", "rank 1, waits", "no such thing"].map(find);
 find("0F1");
-search.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter" }));
 out.first = [found.textContent, document.getElementById("said").textContent];
 search.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
 out.cleared = found.textContent;
 
 const whole = view.model.views[0].borders[0], axis = document.getElementById("axis");
-const px = (time) => 132 + ((time - view.from) / (view.to - view.from)) * (view.width - 144);
+const per = (view.width - GUTTER - RIGHT) / (view.to - view.from);
+const px = (time) => GUTTER + (time - view.from) * per;
 const on = (kind, time) => axis.dispatchEvent(new PointerEvent(kind, at(px(time), 5)));
 on("pointerdown", 0);
 on("pointermove", whole);
@@ -261,6 +261,29 @@ def waiting(slower: float) -> Timeline:
     costs = Costs.uniform(4, grad_sync_s=0.02, **times)
     link = Link(sends_waited_for=sends_stock_waits_for(2))
     return simulate(planned(order, gathers_params=True), costs, link, iterations=2)
+
+
+SCROLL = """
+view.draw();
+const search = document.getElementById("search");
+return ["0F0", "31F0"].map((text) => {
+  search.value = text;
+  search.dispatchEvent(new Event("input"));
+  const { lane } = view.selected, box = document.getElementById("chart").getBoundingClientRect();
+  const middle = box.top + view.layout.of(lane).top;
+  return [lane.rank, window.scrollY > 0, 0 < middle && middle < window.innerHeight];
+});
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+def test_the_page_scrolls_to_what_a_search_finds(tmp_path: Path):
+    html = page("", "", [view("measured", timeline(ranks=32))])
+    seen, console = look(html, SCROLL, tmp_path, size=(900, 600))
+    assert console == []
+    assert seen[0][::2] == [0, True]
+    assert seen[1] == [31, True, True]
 
 
 PAIR = """
@@ -308,7 +331,7 @@ def test_a_reader_can_align_search_and_sum_up(tmp_path: Path):
     assert found == pytest.approx(periods_us[0] - periods_us[1], abs=0.2)
 
     waits = [s for t in (measured, simulated) for s in t.ranks[1] if s.lane == "wait" and s.action]
-    assert seen["found"] == ["4", str(len(waits)), "nothing"]
+    assert seen["found"] == ["1 of 4", f"1 of {len(waits)}", "nothing"]
     assert seen["first"][0] == "1 of 4"
     assert seen["first"][1].startswith("0F1 – forward, rank 0")
     assert seen["cleared"] == ""

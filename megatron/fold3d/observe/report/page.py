@@ -16,7 +16,7 @@ from typing import Any
 from megatron.fold3d.observe.breakdown import COLUMNS, Breakdown, seconds_of, shown_columns
 from megatron.fold3d.observe.critical_path import PathStep, critical_path, path_seconds
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.observe.report.palette import color, shades, takes_dark_text
+from megatron.fold3d.observe.report.palette import DARK_TEXT, color, shades, text_on
 from megatron.fold3d.observe.timeline import Lane, Timeline, by_row, queued
 from megatron.fold3d.plan.ir import gc_paused
 from megatron.fold3d.plan.ops import TABLE
@@ -49,7 +49,12 @@ class View:
 
 @gc_paused()
 def page(
-    title: str, caption: str, views: Sequence[View], *, speeds: Sequence[Sequence[str]] = ()
+    title: str,
+    caption: str,
+    views: Sequence[View],
+    *,
+    speeds: Sequence[Sequence[str]] = (),
+    gain: str | None = None,
 ) -> str:
     """Return the page as HTML.
 
@@ -57,6 +62,7 @@ def page(
         caption: the line below the title.
         views: the first is the one that the tiles are about.
         speeds: the rows of a table about all iterations, not only the traced ones; titles first.
+        gain: of the first view over stock of the same layout, in words, if that is shown too.
     """
     paths = [critical_path(view.timeline) for view in views]
     toggles = [
@@ -76,7 +82,7 @@ def page(
     return Template(_read("page.html")).substitute(
         title=escape(title),
         caption=escape(caption),
-        tiles="".join(_tiles(views)),
+        tiles="".join(_tiles(views, gain)),
         toggles="".join(toggles) if len(views) > 1 else "",
         sections="".join(
             chain(_speed_section(speeds), _time_section(views), _path_section(views, paths))
@@ -133,7 +139,7 @@ def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:
     }
 
 
-def _tiles(views: Sequence[View]) -> Iterator[str]:
+def _tiles(views: Sequence[View], gain: str | None) -> Iterator[str]:
     row, others = views[0].row, views[1:]
     exposed = {"bubble_s": "bubble", "grad_sync_s": "exposed DP.sync", "p2p_s": "exposed PP.sync"}
 
@@ -145,6 +151,8 @@ def _tiles(views: Sequence[View]) -> Iterator[str]:
 
     times = [f"{_ms(view.row.iteration.total_s)} ms" for view in views]
     yield tile(times[0], "per iteration", *times[1:])
+    if gain is not None:
+        yield f"<li><b>{gain}</b><span>than stock of the same layout</span></li>"
     for field, name in exposed.items():
         shares = (view.row.iteration.share(getattr(view.row.iteration, field)) for view in views)
         share, *others_share = [f"{share:.1%}" for share in shares]
@@ -266,10 +274,9 @@ def _piece(title: str, kind: str | None, seconds: float, total_s: float) -> str:
     share = seconds / total_s
     paint = "background:var(--row);color:var(--soft)"
     if title == COLUMNS["optimizer_s"]:
-        paint = "background:var(--update);color:#14202f"
+        paint = f"background:var(--update);color:{DARK_TEXT}"
     if kind is not None:
-        ink = "#14202f" if takes_dark_text(kind, 0, 1) else "#fff"
-        paint = f"background:{color(kind, 0, 1)};color:{ink}"
+        paint = f"background:{color(kind, 0, 1)};color:{text_on(kind, 0, 1)}"
     tip = f"{title}: {_ms(seconds)} ms, {share:.1%}"
     return (
         f'<div style="width:{100 * share:.3f}%;{paint}" title="{escape(tip)}">'

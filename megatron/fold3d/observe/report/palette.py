@@ -32,20 +32,38 @@ PLAIN = {
 }
 """What has one color, on a light page."""
 
+DARK = {
+    "page": "#0d1117",
+    "row": "#1e2632",
+    "thin": "#19202a",
+    "line": "#39434f",
+    "ink": "#eef2f7",
+    "soft": "#a6b1c1",
+    "waits-sync": "#b794ee",
+    "waits-p2p": "#f088b0",
+}
+"""What of it has another color on a dark page."""
+
+DARK_TEXT, LIGHT_TEXT = "#14202f", "#fff"
+"""Words in a box, whatever the page."""
+
+SERIES = ("#2f81d6", "#d9791e", "#0f9d78", "#8a929c", "#a860c4", "#c2477b")
+"""Bars and lines by number, on any page: ours is the first. Told apart without red and green."""
+
 
 def shades(num_segments: int) -> dict[str, list[str]]:
     """Return the CSS colors of each kind of work, segment by segment."""
     return {kind: [color(kind, s, num_segments) for s in range(num_segments)] for kind in HUES}
 
 
-def takes_dark_text(kind: str, segment: int, num_segments: int) -> bool:
-    """True if dark text reads better than white on a shade (WCAG's relative luminance)."""
+def text_on(kind: str, segment: int, num_segments: int) -> str:
+    """Return the color of words that read better on a shade (WCAG's relative luminance)."""
     linear = [
         c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
         for c in _rgb(kind, segment, num_segments)
     ]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return luminance > 0.26
+    return DARK_TEXT if luminance > 0.26 else LIGHT_TEXT
 
 
 def color(kind: str, segment: int, num_segments: int) -> str:

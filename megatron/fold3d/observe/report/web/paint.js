@@ -2,7 +2,8 @@
 // Draws the model on canvases. What is narrower than a pixel is drawn once per pixel, so that the
 // cost of a picture follows its width and not the number of actions.
 
-const GUTTER = 132, RIGHT = 12;
+const RANK = 62, RIGHT = 12;
+let GUTTER = 132; // what is beside the chart: ranks, and behind them the names of runs
 const FAINT = 0.22; // what a search has not found
 
 /** Where every lane is, from top to bottom; recomputed when views are shown or hidden. */
@@ -94,6 +95,13 @@ class Painter {
     c.restore();
   }
 
+  /** Give names of runs the room that they need, but at most a third of the width. */
+  makeRoom(c, width) {
+    c.font = `12px ${this.font}`;
+    const names = this.model.views.filter((view) => view.shown).map((view) => c.measureText(view.name).width);
+    GUTTER = Math.ceil(Math.min(RANK + Math.max(...names) + 8, width / 3));
+  }
+
   gutter(c, layout) {
     c.textBaseline = "middle";
     for (const { rank, view, top, height, first } of layout.blocks) {
@@ -105,8 +113,9 @@ class Painter {
       }
       c.font = `${Math.min(12, height + 1)}px ${this.font}`;
       c.fillStyle = this.color.soft;
-      const fits = c.measureText(view.name).width <= GUTTER - 66;
-      c.fillText(fits ? view.name : view.name.split(" ")[0], 62, middle);
+      let name = view.name;
+      while (name.length > 1 && c.measureText(name).width > GUTTER - RANK - 4) name = `${name.slice(0, -2)}…`;
+      c.fillText(name, RANK, middle);
     }
   }
 

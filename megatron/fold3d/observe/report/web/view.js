@@ -27,6 +27,7 @@ class View {
 
   draw() {
     this.width = byId("diagram").clientWidth;
+    this.painter.makeRoom(byId("chart").getContext("2d"), this.width);
     this.layout = new Layout(this.model, Math.max(320, window.innerHeight * 0.66));
     const chosen = this.selected ?? this.hovered;
     const marked = [];
@@ -141,7 +142,9 @@ class View {
         const half = (this.to - this.from) / 2, middle = (lane.start[index] + lane.end[index]) / 2;
         this.show(middle - half, middle + half);
       }
-      const box = byId("chart").getBoundingClientRect(), row = this.layout.of(lane);
+      const row = this.layout.of(lane);
+      this.scrollTo(row);
+      const box = byId("chart").getBoundingClientRect();
       const x = GUTTER + ((lane.start[index] - this.from) / (this.to - this.from)) * (this.width - GUTTER - RIGHT);
       this.tell(found, box.left + Math.max(GUTTER, x), box.top + topOf(row, lane.row[index]) + row.height - 10);
       const { title, lines } = this.describe(found);
@@ -150,6 +153,13 @@ class View {
       this.tell(null);
     }
     this.redraw();
+  }
+
+  /** Scroll the page to a row that is outside of the window, or below the axis, which stays. */
+  scrollTo(row) {
+    const top = byId("chart").getBoundingClientRect().top, above = byId("top").offsetHeight;
+    const isSeen = top + row.top >= above && top + row.bottom <= window.innerHeight;
+    if (!isSeen) window.scrollBy(0, top + (row.top + row.bottom) / 2 - (above + window.innerHeight) / 2);
   }
 
   /** Select the next action in time, or the one beside it in another lane. */
@@ -226,8 +236,9 @@ class View {
       }
     }
     this.hit = -1;
+    this.select(null);
+    this.nextHit(1);
     this.count();
-    this.redraw();
   }
 
   /** Go on to the next of what was found, or back. */
@@ -404,7 +415,7 @@ class View {
     if (view.shown && this.model.views.filter((v) => v.shown).length === 1) return; // one stays
     view.shown = !view.shown;
     button.setAttribute("aria-pressed", view.shown);
-    this.select(null);
+    this.draw(); // a hit may be in a row that is new
     this.look(byId("search").value);
     this.choose(this.range);
   }
