@@ -19,7 +19,6 @@ STOCK, AIAO = "--schedule stock", "--schedule aiao"
 ROWS = (
     Row(segments=2),
     Row(
-        name="distributed optimizer, written beside training, read by all replicas",
         segments=2,
         dp=2,
         flags=f"{OVERLAP} --bf16 --async-save --ckpt-fully-parallel-load",
@@ -27,7 +26,7 @@ ROWS = (
 )
 CASES = (
     *((row, *pair) for row in ROWS for pair in ((AIAO, STOCK), (STOCK, AIAO))),
-    (Row(name="in Megatron's older format", segments=2, flags="--ckpt-format torch"), AIAO, STOCK),
+    (Row(segments=2, flags="--ckpt-format torch"), AIAO, STOCK),
 )
 
 
@@ -109,7 +108,7 @@ def test_fewer_micro_batches_than_ranks_in_segments_go_on_as_stock_would_in_one(
     assert merged(resumed) == merged(since(2, whole))
 
 
-KNOWS_ITS_SIZES = Row(segments=2, ours=f"{AIAO}:wgrad=last@1 --lazy-inter-segment")
+KNOWS_ITS_SIZES = Row(segments=2, word="aiao:wgrad=last@1 --lazy-inter-segment")
 SIZES = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
     *(

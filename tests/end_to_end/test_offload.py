@@ -18,29 +18,22 @@ from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.passes.transfers import RECEIVES_AHEAD
 from megatron.fold3d.plan.schedules import build
 from tests.distributed import RankError, run_distributed
-from tests.end_to_end.training import TINY, Record, differences, marked, once, train
+from tests.end_to_end.test_equal_to_stock import EXPERTS, FULL, ITERATIONS, SELECTIVE
+from tests.end_to_end.training import TINY, Record, differences, once, train
 
 pytestmark = pytest.mark.gloo
 
 MODEL = f"{TINY} --num-layers 8 --lr 1e-2 --eval-iters 1 --eval-interval 3"
-ITERATIONS = "--train-iters 4 --lr-decay-iters 10"
 ON = "--offload-activations on"
 AUTO = "--offload-activations auto"
 LAZY = "--lazy-inter-segment"
 PP = 2
-FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"
-SELECTIVE = "--recompute-granularity selective"
+FULL_UNIFORM = f"{FULL} uniform"
 # Micro-batches: 2, 4, 4, 6, 6; thresholds count tokens.
 RAMP_UP = (
     "--step-batch-size-schedule '0:2 32:4 112:6' --train-samples 22 --lr-decay-samples 40 "
     "--eval-global-batch-size 4"
 )
-
-EXPERTS = (
-    "--num-experts 2 --moe-aux-loss-coeff 0.01 --moe-router-topk 1 --moe-router-pre-softmax "
-    "--disable-bias-linear"
-)
-FP16 = "--fp16 --initial-loss-scale 65536"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +45,6 @@ class Row:
         recompute: of ours alone: recomputation gives stock's bits, as `test_equal_to_stock` shows.
         moves: what ours keeps in host memory.
         depth: computations that a copy has, from the third iteration on.
-        repeats: whether other rows show what it does; then `make stress` alone runs it.
     """
 
     schedule: str = "aiao"
@@ -63,7 +55,6 @@ class Row:
     depth: int = 1
     segments: int = 2
     m: int = 6
-    repeats: bool = False
 
     def __str__(self) -> str:
         recompute = self.recompute.split()[1] if self.recompute else "none"
@@ -93,26 +84,24 @@ class Row:
 
 
 ROWS = (
-    Row(recompute=FULL),
+    Row(recompute=FULL_UNIFORM),
     Row(),
     Row(recompute=SELECTIVE, schedule="afab"),
-    Row(recompute=FULL, moves=AUTO),
-    Row(recompute=FULL, moves=LAZY, repeats=True),
+    Row(recompute=FULL_UNIFORM, moves=AUTO),
     Row(moves=LAZY),
-    Row(recompute=SELECTIVE, moves=LAZY, repeats=True),
-    Row(recompute=FULL, moves=f"{ON} {LAZY}", flags="--bf16", depth=2, segments=4, m=4),
+    Row(recompute=FULL_UNIFORM, moves=f"{ON} {LAZY}", flags="--bf16", depth=2, segments=4, m=4),
     Row(recompute=SELECTIVE, moves=f"{ON} {LAZY}", flags="--sequence-parallel", tp=2, m=4),
     Row(moves=f"{ON} {LAZY}", flags=RAMP_UP),
     Row(
-        recompute=FULL,
+        recompute=FULL_UNIFORM,
         moves=f"{ON} {LAZY}",
         schedule="breadth-first",
-        flags=f"{EXPERTS} {FP16}",
+        flags=f"{EXPERTS} --fp16 --initial-loss-scale 65536",
     ),
 )
 
 
-@pytest.mark.parametrize("row", marked(ROWS), ids=str)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
     ours = f"--schedule {row.schedule} {row.recompute} {row.moves}"
     runs = run_distributed(train_and_count, PP * row.tp, row.command(ours), row.depth)
@@ -141,7 +130,7 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
 
 
 def test_a_rank_that_dies_while_it_copies_hangs_nobody_and_leaves_nothing() -> None:
-    row = Row(recompute=FULL, moves=f"{ON} {LAZY}")
+    row = Row(recompute=FULL_UNIFORM, moves=f"{ON} {LAZY}")
     files = set(Path("/dev/shm").iterdir())
     argv = row.command(f"--schedule aiao {row.recompute} {row.moves}")
     with pytest.raises(RankError, match=r"\[rank 1\] died with exit code -9") as caught:
@@ -150,7 +139,7 @@ def test_a_rank_that_dies_while_it_copies_hangs_nobody_and_leaves_nothing() -> N
     assert set(Path("/dev/shm").iterdir()) <= files
 
 
-@pytest.mark.parametrize("recompute", [FULL, ""], ids=["full", "none"])
+@pytest.mark.parametrize("recompute", [FULL_UNIFORM, ""], ids=["full", "none"])
 def test_a_host_without_the_memory_is_told_before_training(recompute: str) -> None:
     huge = "--micro-batch-size 1000000000 --global-batch-size 6000000000"
     argv = Row().command(f"--schedule aiao {ON} {recompute} {huge}")

@@ -501,7 +501,7 @@ class Condition:
 
     def launchers(self) -> Sequence[str]:
         """Return what can start a job that meets it: torchrun expects functions to return."""
-        return ("patient",) if self.is_harmless else LAUNCHERS
+        return LAUNCHERS if self.code and not self.is_harmless else ("patient",)
 
     @contextmanager
     def place(self, folder: Path) -> Iterator[None]:
@@ -763,6 +763,10 @@ def _kill(with_signal: signal.Signals) -> Callable[[Path], None]:
     return kill
 
 
+def _leave(_: Path) -> None:
+    sys.exit(0)
+
+
 def _stop_for_a_while(_: Path) -> None:
     subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -832,6 +836,7 @@ NOTHING = "nothing"
 FAULTS: Mapping[str, Condition] = {
     "SIGKILL": Fault(_kill(signal.SIGKILL), code=-9),
     "SIGTERM": Fault(_kill(signal.SIGTERM), code=-15),
+    "leaves": Fault(_leave, code=0, is_anybodys=True),
     "SIGSTOP": Fault(_kill(signal.SIGSTOP), waits=True, is_anybodys=True, stands=True),
     "SIGSTOP for 1 s": Fault(_stop_for_a_while, is_harmless=True),
     "closed sockets": Fault(_close_sockets, is_anybodys=True),
