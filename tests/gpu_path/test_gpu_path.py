@@ -60,7 +60,7 @@ def test_late_collectives_train_what_stock_trains(case: Case, tmp_path: Path) ->
     ids=("distributed optimizer", "slices"),
 )
 def test_with_one_queue_odd_segments_are_reduced_in_another_group(flags: str, ours: str) -> None:
-    case = Case(name="in turns", flags=f"{flags} {UNTIED}", ours=ours, dp=2)
+    case = Case("in turns", flags=f"{flags} {UNTIED}", dp=2)
     found = run_distributed(_train_with_one_queue, case.num_ranks, case.command(ours))
     assert differences([record for record, _ in found], stock_of(case)) == []
     for _, used in found:

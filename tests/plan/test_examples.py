@@ -270,13 +270,6 @@ def test_a_word_of_version_0_1_is_refused_with_the_new_ones(word: str, form: str
     assert len(message.splitlines()) == 1
 
 
-@pytest.mark.parametrize("separator", [" ", ","])
-def test_a_plan_of_version_0_1_is_refused_at_its_first_old_word(separator: str):
-    text = OLD.replace(" ", separator).encode()
-    with pytest.raises(PlanError, match=r"rank 0: '0GATHER_PARAM' is a word of version 0\.1"):
-        parse_plan(text)
-
-
 def test_reductions_in_a_table_that_nothing_waits_for_are_torchs():
     plan = parse_plan(b"0F0,0B0,0REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD")
     assert plan.to_text() == "0F0 0B0 0ALL_REDUCE 0STEP\n1F0 1B0 1ALL_REDUCE 1STEP\n"

@@ -94,12 +94,6 @@ def test_each_gradient_is_scaled_and_handed_over_once(bucket: Any):
     assert group.grad_reduce_finished
 
 
-def test_a_slice_is_a_view_of_the_bucket(bucket: Any):
-    for part in slices(bucket, {B}, 16, 0, 10):
-        part.zero_()
-    assert bucket.grad_data.int().tolist() == [0, 0, 2, 3, 4, 0, 0, 0, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("left", "first", "rest"),
     [
@@ -138,12 +132,6 @@ def test_what_is_reduced_in_the_iteration_of_one_shard_is_so_of_all(bucket: Any)
     assert list(outside([(0, 2)], 5)) == [(2, 5)]
     assert list(outside([(1, 2), (3, 5)], 5)) == [(0, 1), (2, 3)]
     assert list(outside([], 5)) == [(0, 5)]
-
-
-def test_a_piece_of_shards_is_the_same_part_of_every_shard(bucket: Any):
-    part = sharded(bucket.grad_data, 1, 3)
-    assert numbers(part.views) == [[1, 2], [6, 7]]
-    assert (part.num_elements, part.num_bytes) == (4, 16)
 
 
 @pytest.mark.parametrize(

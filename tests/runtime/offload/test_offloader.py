@@ -173,13 +173,6 @@ def test_too_little_memory_keeps_the_rest_of_the_first_iteration_on_the_device(
     assert f"--activation-memory-bytes {6 * size} gives all of it" in caplog.text
 
 
-def test_weights_and_small_tensors_stay():
-    model, plan = torch.nn.LayerNorm(HIDDEN), queue(4)
-    offloader = Offloader(ROOMY)
-    run(plan.programs[0], model, model, offloader)
-    assert offloader.copies.num_tensors == 2 * 4  # the input alone, not means and deviations
-
-
 def test_a_storage_leaves_once_however_many_views_are_saved():
     model, plan = torch.nn.Identity(), queue(4)
 
@@ -272,12 +265,3 @@ def test_the_device_forgets_what_has_left():
     with pytest.raises(RuntimeError, match="RELOAD comes first"):
         y.backward()
     del z
-
-
-def test_copies_are_batched():
-    copies = Copies(CPU, batch=4)
-    sources = [torch.rand(n) for n in range(1, 11)]
-    targets = [torch.empty(n) for n in range(1, 11)]
-    copies.wait(copies.to_host(targets, sources))
-    assert all(torch.equal(a, b) for a, b in zip(targets, sources, strict=True))
-    assert (copies.num_tensors, copies.num_calls) == (10, 3)
