@@ -92,7 +92,6 @@ ROWS = (
         repeats=True,
     ),
     Row(ours=f"{AIAO}:share=0.5", flags=f"{SP} --qk-layernorm", dp=1, repeats=True),
-    Row(ours=f"{AIAO}:share=0.5:pairs=on:wgrad=last@1", flags=SP, dp=1),
     Row(ours="--schedule zb-h2:step=next:share=0.5", flags="--bf16", segments=1),
     Row(ours="--schedule interleaved:step=next:share=0.3"),
     Row(ours=f"{AIAO}:share=0.5:wgrad=gaps:ahead=auto"),

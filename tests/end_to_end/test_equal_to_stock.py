@@ -127,8 +127,6 @@ ROWS = (
     Row("breadth-first", segments=2),
     Row("plan=PLAN", segments=2, plan=BY_HAND),
     Row("afab", pp=4, m=6),
-    Row("shifted-critical-path", pp=4, m=6),
-    Row("zb-h1", pp=4, m=6),
     # Weight gradients apart from their backwards.
     Row("zb-h1", f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform", dp=2, m=3),
     # Orders that measured times choose: one until the third iteration, another from the fourth on.
@@ -152,7 +150,6 @@ ROWS = (
         f"{DROPOUT} {FULL} uniform",
         pp=4,
         m=6,
-        repeats=True,
     ),
     Row(
         "aiao:wgrad=last@1:recompute=early",
@@ -160,18 +157,10 @@ ROWS = (
         segments=2,
         dp=2,
     ),
-    # A number of recomputed layers for each stage.
-    Row(
-        "aiao:recompute=early --recompute-layers 2,0,1,0",
-        f"{DROPOUT} {TWO_LAYERS}",
-        segments=2,
-        stock=ONE_GROUP,
-    ),
     # Pairs of micro-batches, each computed during the other's tensor-parallel collectives.
     Row(f"1f1b{PAIRS}", f"--overlap-grad-reduce {BUCKETS} {SELECTIVE} {UNTIED}", pp=1, tp=2, dp=2),
     # Reductions to shards that start between weight gradients.
     Row("1f1b:wgrad=behind", f"{OVERLAP} --bf16 --add-qkv-bias", dp=2, m=3),
-    Row("aiao:wgrad=behind@0-3", f"{OVERLAP} --bf16", segments=4, dp=2, m=3, stock=ONE_GROUP),
     Row(
         "aiao:wgrad=behind@0:wgrad=last@1",
         f"{OVERLAP} --fp16 --initial-loss-scale 64 {UNTIED} {BUCKETS} --calculate-per-token-loss",
@@ -191,7 +180,6 @@ ROWS = (
     Row("aiao --num-virtual-stages-per-pipeline-rank 2", TWO_LAYERS, segments=2),
     Row("aiao --num-layers-per-virtual-pipeline-stage 2", TWO_LAYERS, segments=2, repeats=True),
     Row("interleaved", pp=4, segments=2, m=6, stock=ONE_GROUP),
-    Row("aiao", RAMP_UP),
     Row(
         "aiao",
         "--micro-batch-size 2 --global-batch-size 9 --decrease-batch-size-if-needed "
@@ -201,8 +189,6 @@ ROWS = (
     Row("aiao", "--overlap-grad-reduce --ddp-num-buckets 3", segments=2, dp=2, repeats=True),
     Row("plan=PLAN", f"{OVERLAP} --bf16", segments=2, dp=2, m=2, plan=GATHERED),
     Row("plan=PLAN", "--overlap-grad-reduce --bf16", segments=2, dp=2, m=2, plan=SLICED),
-    Row("aiao:slices=on", f"{OVERLAP} --bf16", segments=2, dp=2, m=2),
-    Row("aiao", f"{OVERLAP} {FP16}", segments=2, dp=2),
     Row(
         "aiao",
         f"{OVERLAP} --overlap-param-gather-with-optimizer-step --ckpt-format torch",
@@ -260,13 +246,6 @@ ROWS = (
         "--swiglu --normalization RMSNorm --position-embedding-type rope "
         f"--group-query-attention --num-query-groups 2 --disable-bias-linear {UNTIED}",
         segments=2,
-        m=2,
-    ),
-    Row(
-        "aiao",
-        f"{EXPERTS} --moe-token-dispatcher-type alltoall {EP} {OVERLAP}",
-        segments=2,
-        dp=2,
         m=2,
     ),
     Row(

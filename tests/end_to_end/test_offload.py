@@ -84,7 +84,6 @@ class Row:
 
 
 ROWS = (
-    Row(recompute=FULL_UNIFORM),
     Row(),
     Row(recompute=SELECTIVE, schedule="afab"),
     Row(recompute=FULL_UNIFORM, moves=AUTO),

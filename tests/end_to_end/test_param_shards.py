@@ -40,7 +40,6 @@ from tests.end_to_end.training import (
     Record,
     as_known,
     differences,
-    marked,
     once,
     train,
     train_as_planned,
@@ -62,7 +61,6 @@ GRADIENTS = f"aiao {OF_GRADIENTS}"
 FREED_EARLY = "0ALL_GATHER 0F0 0B0 0F1 0B1 0FREE_PARAM_B 0REDUCE_SCATTER 0FREE_GRAD 0STEP"
 
 ROWS = (
-    Row(GRADIENTS, OVERLAP, dp=2, segments=4, m=3, stock=ONE_GROUP),
     Row(
         f"aiao:recompute=early {OF_GRADIENTS}",
         f"{OVERLAP} --bf16 {BUCKETS} {FULL} uniform {UNTIED}",
@@ -211,7 +209,7 @@ def _alive() -> int:
     return sum({s._cdata: s.size() for s in storages if s.size() > _SCALAR_BYTES}.values())
 
 
-@pytest.mark.parametrize("row", marked(ROWS), ids=str)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_it_trains_what_stock_does_and_reads_nothing_that_is_freed(
     row: Row, tmp_path: Path
 ) -> None:
@@ -268,8 +266,6 @@ def test_bytes_are_those_that_the_plan_predicts(
     [
         (OURS, STOCK),
         (STOCK, OURS),
-        pytest.param(AIAO, STOCK, marks=pytest.mark.stress),
-        pytest.param(STOCK, AIAO, marks=pytest.mark.stress),
     ],
 )
 def test_checkpoints_are_those_of_stock(saves: str, resumes: str, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ LATER = "1f1b:step=next:share=0.5"
 UNCLIPPED = f"{DEFERRED} --clip-grad 0"
 ROWS = (
     Row("aiao", f"{WRITTEN} --log-params-norm --log-num-zeros-in-grad"),
-    Row("aiao:step=next:share=0.5", UNCLIPPED),
     Row("aiao:step=next:share=0.5", f"{DEFERRED} {FP16}"),
     Row(LATER, f"{UNCLIPPED} --eval-iters 0 --tensorboard-log-interval 2", pp=1, dp=2),
     Row(LATER, f"{UNCLIPPED} --exit-interval 2", pp=1, dp=2),

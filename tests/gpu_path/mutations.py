@@ -1,8 +1,8 @@
 """Faults of synchronization, each a small change of our source that a test must notice.
 
-They stand in `mutations.diff`: a name, the place that is changed, the case of `cases` or the program
-of `small_programs` that reaches it, and a diff. The place is a function below
-``megatron.fold3d.runtime`` or a file of ``csrc``, and the lines of a hunk occur once in its source.
+`mutations.diff` has the name of each, the place that it changes, what reaches it, a case of `cases`
+or a program of `small_programs`, and a diff. The place is a function below
+``megatron.fold3d.runtime`` or a file of ``csrc``; the lines of a hunk occur once in its source.
 """
 
 import functools

