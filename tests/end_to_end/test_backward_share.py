@@ -20,6 +20,7 @@ from tests.end_to_end.training import (
     TINY,
     Record,
     as_known,
+    check_losses,
     differences,
     heard,
     marked,
@@ -183,12 +184,7 @@ def test_four_replicas_differ_from_stock_by_rounding() -> None:
     )
     ours = run_distributed(train_and_listen, 4, row.command(row.ours))
     stock = _stock(4, row.command("--schedule stock"))
-    for mine, theirs in zip(ours, stock, strict=True):
-        losses, expected = (
-            [float.fromhex(row["lm loss"]) for row in run.record.iterations]
-            for run in (mine, theirs)
-        )
-        assert losses == pytest.approx(expected, rel=1e-6)  # fp32 keeps seven digits
+    check_losses(*_comparable(ours, stock))
 
 
 @pytest.mark.parametrize(

@@ -20,22 +20,18 @@ from megatron.fold3d.runtime.grad_sync.stage_gradients import (
 )
 from megatron.fold3d.runtime.grad_sync.sums import Sums
 from tests.distributed import run_distributed
+from tests.runtime.grad_sync.buckets import bucket_of, group_of
 
 A, B, C = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
 
 
-class Bucket(SimpleNamespace):
-    """Like Megatron's, equal to itself only."""
-
-    __hash__ = object.__hash__
-    params_with_extra_main_grads = ()
+RANGES = {A: (0, 2), B: (2, 5), C: (5, 10)}
 
 
 @pytest.fixture
 def bucket() -> Any:
     """Ten gradients: of A the first two, of B the next three, of C the last five."""
-    ranges = {A: (0, 2), B: (2, 5), C: (5, 10)}
-    return Bucket(grad_data=torch.arange(10.0), params=[C, B, A], param_to_index=ranges)
+    return bucket_of(torch.arange(10.0), RANGES)
 
 
 def numbers(parts: Any) -> list[list[int]]:
@@ -62,18 +58,7 @@ def test_slices_of_a_part_begin_and_end_with_it(bucket: Any):
 
 def test_each_gradient_is_scaled_and_handed_over_once(bucket: Any):
     bucket.gradient_scaling_factor = 2.0
-    config = SimpleNamespace(
-        check_for_nan_in_grad=False,
-        check_for_large_grads=False,
-        use_distributed_optimizer=False,
-        average_in_collective=False,
-    )
-    group = SimpleNamespace(
-        buckets=[bucket],
-        ddp_config=config,
-        data_parallel_group=None,
-        grad_reduce_finished=False,
-    )
+    group = group_of(bucket, None)
     chunk = SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[])
     gradients = StageGradients(chunk, frozenset(), 1 << 60)
 
@@ -171,22 +156,7 @@ def _start_in_parts() -> list[int]:
 
     Piece.reduce = counted  # type: ignore[method-assign]
     dist.init_process_group("gloo")
-    ranges = {A: (0, 2), B: (2, 5), C: (5, 10)}
-    whole = Bucket(
-        grad_data=torch.arange(10.0),
-        params=[C, B, A],
-        param_to_index=ranges,
-        gradient_scaling_factor=1.0,
-    )
-    config = SimpleNamespace(
-        check_for_nan_in_grad=False,
-        check_for_large_grads=False,
-        use_distributed_optimizer=False,
-        average_in_collective=False,
-    )
-    group = SimpleNamespace(
-        buckets=[whole], ddp_config=config, data_parallel_group=dist.group.WORLD
-    )
+    group = group_of(bucket_of(torch.arange(10.0), RANGES), dist.group.WORLD)
     chunk = Chunk(1, 1)
     chunk.bucket_groups, chunk.expert_parallel_bucket_groups = [group], []
     sums = Sums(UNHEARD, [chunk])
