@@ -1,16 +1,12 @@
 """Offloaded activations come back as they were: one table against stock, bit for bit."""
 
 import itertools
-import os
 import shlex
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.plan.memory import peak_activations
@@ -128,51 +124,12 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
         assert counts.tensors >= counts.calls or row.moves == AUTO
 
 
-def test_a_rank_that_dies_while_it_copies_hangs_nobody_and_leaves_nothing() -> None:
-    row = Row(recompute=FULL_UNIFORM, moves=f"{ON} {LAZY}")
-    files = set(Path("/dev/shm").iterdir())
-    argv = row.command(f"--schedule aiao {row.recompute} {row.moves}")
-    with pytest.raises(RankError, match=r"\[rank 1\] died with exit code -9") as caught:
-        run_distributed(train_until_a_copy, PP, argv, timeout_s=100)
-    assert any(failure.rank == 0 for failure in caught.value.failures)  # it had not to be ended
-    assert set(Path("/dev/shm").iterdir()) <= files
-
-
 @pytest.mark.parametrize("recompute", [FULL_UNIFORM, ""], ids=["full", "none"])
 def test_a_host_without_the_memory_is_told_before_training(recompute: str) -> None:
     huge = "--micro-batch-size 1000000000 --global-batch-size 6000000000"
     argv = Row().command(f"--schedule aiao {ON} {recompute} {huge}")
     with pytest.raises(RankError, match=r"HostMemoryError: [0-9,]+ bytes of host memory for the"):
         run_distributed(train, PP, argv)
-
-
-def train_until_a_copy(argv: Sequence[str]) -> None:
-    """Train, but on rank 1 die in the middle of a copy of the second iteration."""
-    from megatron.fold3d.runtime.offload.copies import Copies
-
-    launch, count = Copies._launch, 0
-
-    def deadly(self: Copies, targets: Sequence[Tensor], *args: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 20:
-            assert all(_ends_with_its_process(target) for target in targets)
-            os.kill(os.getpid(), signal.SIGKILL)
-        launch(self, targets, *args)
-
-    if os.environ["RANK"] == "1":
-        Copies._launch = deadly
-    train(argv)
-
-
-def _ends_with_its_process(tensor: Tensor) -> bool:
-    """Whether the kernel has a tensor's memory for this process alone, and without a file."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        bounds, access, _, _, file, *_ = line.split()
-        begin, end = (int(bound, 16) for bound in bounds.split("-"))
-        if begin <= tensor.data_ptr() < end:
-            return access.endswith("p") and file == "0"
-    return False
 
 
 @dataclass(slots=True)

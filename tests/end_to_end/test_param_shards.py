@@ -6,8 +6,6 @@ gradient that another replica has the sum of.
 """
 
 import gc
-import os
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +21,8 @@ from megatron.fold3d.plan.ops import GATHER_OPS
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.shard_buffers import ShardBuffers
-from tests.distributed import RankError, run_distributed
-from tests.end_to_end.test_checkpoints import check_resumed, resuming, saving, since
+from tests.distributed import run_distributed
+from tests.end_to_end.test_checkpoints import check_resumed
 from tests.end_to_end.test_equal_to_stock import (
     BUCKETS,
     DROPOUT,
@@ -270,49 +268,3 @@ def test_bytes_are_those_that_the_plan_predicts(
 )
 def test_checkpoints_are_those_of_stock(saves: str, resumes: str, tmp_path: Path) -> None:
     check_resumed(SAVED, saves, resumes, tmp_path, train_poisoned)
-
-
-KILLED = Row(dp=2, segments=3, m=2, flags=f"{OVERLAP} --bf16 --num-layers 6")
-
-
-def train_until_a_gather(argv: Sequence[str]) -> None:
-    """Train, but on rank 1 die between a segment's forwards and its gather for the backwards.
-
-    That is in the third iteration; a checkpoint has been saved behind the second.
-    """
-    from megatron.training import training
-
-    train_step, gather = training.train_step, ShardBuffers._restore
-    steps, gathers = 0, 0
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal steps, gathers
-        steps, gathers = steps + 1, 0
-        return train_step(*args, **kwargs)
-
-    def deadly(self: ShardBuffers, segment: int) -> None:
-        nonlocal gathers
-        gathers += segment == 0
-        if steps == 3 and gathers == 2:
-            (buffer,) = self._chunks[segment].buffers
-            assert buffer.param_data.untyped_storage().size() == 0  # it is freed
-            os.kill(os.getpid(), signal.SIGKILL)
-        gather(self, segment)
-
-    training.train_step = counting
-    if os.environ["RANK"] == "1":
-        ShardBuffers._restore = deadly  # type: ignore[method-assign]
-    train(argv)
-
-
-def test_a_rank_that_dies_with_freed_parameters_loses_nothing_that_was_saved(
-    tmp_path: Path,
-) -> None:
-    row = KILLED
-    with pytest.raises(RankError, match=r"\[rank 1\] died with exit code -9") as caught:
-        run_distributed(train_until_a_gather, row.num_ranks, saving(row, OURS, tmp_path))
-    assert {failure.rank for failure in caught.value.failures} == {0, 1, 2, 3}  # nobody hangs
-
-    resumed = run_distributed(train_poisoned, row.num_ranks, resuming(row, OURS, tmp_path))
-    undisturbed = run_distributed(train, row.num_ranks, row.command(STOCK))
-    assert differences(resumed, since(2, undisturbed)) == []

@@ -56,6 +56,7 @@ RUN = (
     "--distributed-timeout-minutes 1"
 )
 PIPELINE = "--pipeline-model-parallel-size 2 --segments 2 --global-batch-size 4 --schedule aiao"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TRACKER = "latest_checkpointed_iteration.txt"
 TIMEOUT_S = 12.0  # of transfers, where a case waits for it
 GRACE_S = 40.0  # in which all ranks end after the first
@@ -88,9 +89,9 @@ FEATURES: Mapping[str, Features] = {
     "auto": Features(
         "--pipeline-model-parallel-size 2 --segments 2 --global-batch-size 4 --schedule auto"
     ),
-    "replicas": Features(
-        f"{PIPELINE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-        "--preemptive-comm",
+    "replicas": Features(f"{PIPELINE} {SHARDED} --preemptive-comm", num_ranks=4),
+    "shards": Features(
+        f"{PIPELINE} {SHARDED} --bf16 --segments 3 --num-layers 6 --shard-segments gradients",
         num_ranks=4,
     ),
 }

@@ -8,6 +8,8 @@ from tests.stress.faults import FAULTS, FEATURES, Case, draw, needs_root, proble
 
 CASES = (
     Case("pairs", "SIGKILL", 1, 0.3, "patient"),
+    Case("offloaded", "SIGKILL", 1, 0.6, "patient"),
+    Case("shards", "SIGKILL", 1, 0.5, "patient"),
     Case("preemptive", "leaves", 1, 0.7, "patient"),
     Case("replicas", "out of memory", 1, 0.6, "torchrun"),
     Case("replicas", "cut link", 1, 0.7, "patient"),
