@@ -131,6 +131,9 @@ ROWS = (
     Row("zb-h1", f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform", dp=2, m=3),
     # Orders that measured times choose: one until the third iteration, another from the fourth on.
     Row(f"interleaved{PLACED}", f"{OVERLAP} {FP16}", segments=2, dp=2),
+    # What the fuzzer does not draw.
+    Row("interleaved:wgrad=gaps:held=8", "--sequence-parallel", tp=2, segments=2, repeats=True),
+    Row(f"interleaved{PAIRS}:group=4", "--sequence-parallel", tp=2, segments=2, m=8, repeats=True),
     # Autograd adds up the gradients of a layer's three uses; recomputed, each has its own backward.
     Row("aiao:wgrad=behind@1", REPEATED, segments=2, m=3, stock=ONE_GROUP),
     Row("zb-h1", f"{REPEATED} {FULL} uniform", m=3),
