@@ -115,7 +115,7 @@ def test_with_preemption_the_host_fills_no_queue_behind_a_receive() -> None:
     assert fill_a_queue(None) == []
 
 
-@pytest.mark.parametrize("mutation", [MUTATIONS[number] for number in (0, 2, 9, -1)], ids=str)
+@pytest.mark.parametrize("mutation", [MUTATIONS[number] for number in (0, 9, 15)], ids=str)
 def test_a_fault_of_synchronization_shows(mutation: Mutation, tmp_path: Path) -> None:
     # All of them take minutes: tests/stress/gpu_path.py.
     assert found_by(mutation, tmp_path)
