@@ -25,7 +25,7 @@ quick: venv  ## run the tests that take little time and start no other process; 
 test: venv  ## run all tests: half an hour on two cores
 	@scripts/test.sh $(ARGS)
 
-stress: venv  ## fuzz against stock for STRESS_MINUTES, soak with faults and restarts
+stress: venv  ## fuzz against stock for STRESS_MINUTES, meet faults and restart
 	@scripts/stress.sh
 
 check: venv  ## lint, format, types, length of the prose

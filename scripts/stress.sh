@@ -10,7 +10,6 @@ seed=${STRESS_SEED:-$RANDOM}
 checks=(
     "fuzz --minutes {minutes} --seed $seed --log $out/fuzz.jsonl"
     "faults --minutes {minutes} --seed $seed --log $out/faults.jsonl"
-    "soak --folder $out/soak --seed $seed"
     "growth"
     "gpu_path --seconds {seconds}"
     "one_queue --seconds {quarter} --seed $seed"

@@ -1,7 +1,6 @@
 """The harness of distributed tests keeps its own promises."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -9,23 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.distributed import RankError, run_distributed
 
 pytestmark = pytest.mark.gloo
-
-
-def _sum_of_ranks(offset: int) -> int:
-    dist.init_process_group("gloo")
-    total = torch.tensor(dist.get_rank() + offset)
-    dist.all_reduce(total)
-    return int(total)
-
-
-def test_ranks_meet_and_return_in_order() -> None:
-    assert run_distributed(_sum_of_ranks, 2, 10) == [21, 21]
 
 
 def test_what_a_killed_process_leaves_is_among_pytests_folders(temporary_files: Path) -> None:
@@ -65,15 +52,6 @@ def test_a_hang_ends_with_every_stack_after_the_timeout(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"(?s)not finished.*ranks 1\b.*\[rank 1\].*_wait_for_ever"):
         run_distributed(_hang_on_rank_one, 2, tmp_path, timeout_s=3)
     _assert_gone(tmp_path)
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_rank_that_dies_is_named() -> None:
-    with pytest.raises(RankError, match=r"\[rank 0\] died with exit code -9"):
-        run_distributed(_die, 1)
 
 
 def _run_and_hang(folder: Path) -> None:

@@ -60,19 +60,6 @@ def test_a_loss_that_differs_and_a_run_that_failed_are_said(tmp_path):
     assert problems[1] == "pp=2 x dp=2, 100mbit: stock-v8-n8: rank 0 died"
 
 
-def test_the_fastest_of_stock_goes_on(tmp_path):
-    [(cell, runs)] = written(tmp_path)
-    names = [variant.name for variant in cell.chosen(2, runs)]
-    assert names[:3] == ["stock-default", "stock-v8-n8-do", "aiao-s8-do"]
-    assert names[3:] == [variant.name for variant in cell.chosen(1, ()) if not variant.is_stock][1:]
-
-
-def test_a_pipeline_without_replicas_has_no_sync_to_split():
-    cell = SyncCell(num_ranks=4, data_parallel=1, recompute=True, rate="90mbit")
-    ours = [variant.name for variant in cell.chosen(1, ()) if not variant.is_stock]
-    assert ours == ["aiao-s4-do", "aiao-s4"]
-
-
 def test_a_cell_that_is_slowed_down_has_slower_layers_and_links_and_a_key_of_its_own():
     slower = replace(CELL, slow_down=2)
     assert slower.layer_ms == (2 * CELL.layer_ms[0], 2 * CELL.layer_ms[1])
@@ -80,11 +67,6 @@ def test_a_cell_that_is_slowed_down_has_slower_layers_and_links_and_a_key_of_its
     key = "2 times slower: pp=2 x dp=2, {}, stock-default, round {}"
     assert slower.key(DEFAULT, 1) == key.format("100mbit", 1)
     assert slower.key(DEFAULT, 0) == key.format("unshaped", 0)
-
-
-def test_a_link_has_room_for_the_same_bytes_at_every_rate():
-    assert CELL.link.queue_ms == pytest.approx(10.5, abs=0.1)
-    assert replace(CELL, slow_down=2).link.queue_ms == pytest.approx(21.0, abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -104,19 +104,9 @@ def test_a_slower_testbed_is_predicted_within_5_percent_and_in_order():
     assert share < min(stock, distributed) < default
 
 
-def test_where_dp_sync_is_long_variants_are_predicted_in_order():
-    default, stock, distributed, ours, share = (row.predicted_ms for row in predicted())
-    assert share < ours == distributed < stock < default
-
-
 def test_only_stocks_default_on_unshaped_links_is_fitted():
     fitted, other = predicted(), predicted(others_ms=1.0)
     assert [row.predicted_ms for row in fitted] == [row.predicted_ms for row in other]
-
-
-def test_a_faster_link_shortens_what_its_traffic_exposes():
-    slow, fast = (predicted(rate) for rate in ("50mbit", "62.5mbit"))
-    assert all(f.predicted_ms < s.predicted_ms for f, s in zip(fast, slow, strict=True))
 
 
 def test_layers_that_were_not_paced_are_not_predicted():
@@ -142,11 +132,3 @@ def test_every_known_variant_is_one_that_the_planner_knows():
         candidate = simulation.candidate(variant.flags)
         assert candidate.is_stock == variant.is_stock
         assert candidate.setup.distributed_optimizer == variant.is_distributed_optimizer
-
-
-def test_delayed_weight_grads_are_predicted():
-    simulation = Simulation.of(JOB, (24, 48), Link(4e8))
-    flags = ["--segments", "8", "--schedule", "aiao:step=next"]
-    delayed = [*flags[:-1], "aiao:step=next:wgrad=last@4,7"]
-    assert str(simulation.candidate(delayed).choice) == "aiao:step=next:wgrad=last@4,7"
-    assert simulation.iteration_ms(delayed) < simulation.iteration_ms(flags)

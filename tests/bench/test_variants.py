@@ -19,11 +19,6 @@ def test_the_batch_feeds_every_pipeline_its_microbatches():
     assert (JOB.world_size, replace(JOB, tensor_parallel=2).world_size) == (8, 16)
 
 
-def test_recompute_is_the_same_for_all():
-    assert "--recompute-granularity" not in JOB.flags()
-    assert value(replace(JOB, recompute=True).flags(), "--recompute-granularity") == "full"
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -47,23 +42,6 @@ def test_the_sweep_has_every_even_cut_from_depth_first_to_breadth_first():
     names = {variant.name for variant in variants.known(JOB)}
     assert {f"stock-v{v}-n{n}-do" for v in (2, 4, 8) for n in (2, 4, 8)} <= names
     assert "stock-v3-n2" not in names
-
-
-def test_without_a_pipeline_nothing_is_interleaved():
-    names = [variant.name for variant in variants.known(replace(JOB, num_ranks=1))]
-    assert not any(name.startswith(("stock-v", "aiao-s2")) for name in names)
-
-
-def test_names_are_unique():
-    names = [variant.name for variant in variants.known(JOB)]
-    assert len(names) == len(set(names))
-
-
-def test_breadth_first_groups_all_microbatches():
-    found = {variant.name: variant.flags for variant in variants.known(JOB)}
-    group = "--microbatch-group-size-per-virtual-pipeline-stage"
-    assert value(found["stock-v8-n8"], group) == "8"
-    assert value(found["stock-v8-n2"], group) == "2"
 
 
 def test_stock_is_what_names_no_schedule():
@@ -99,14 +77,3 @@ def test_a_file_of_another_form_is_refused_in_one_line(tmp_path, text, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"compare.py: error: --variants {path}: ")
     assert error.count("\n") == 1
-
-
-def test_a_comparison_without_iterations_to_time_is_refused(capsys):
-    assert main(["--iterations", "3", "--warmup", "3"]) == 2
-    assert "nothing to time" in capsys.readouterr().err
-
-
-def test_the_list_names_what_would_run(capsys):
-    assert main(["--list", "--only", "aiao-s4"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["stock-default", "aiao-s4"]

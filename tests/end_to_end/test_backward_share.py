@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_distributed
+from tests.end_to_end.test_equal_to_stock import UNTIED, ZERO
 from tests.end_to_end.training import (
     TINY,
     Record,
     as_known,
+    check_losses,
     differences,
     heard,
     marked,
@@ -34,7 +36,6 @@ MODEL = (
     "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear "
     "--overlap-grad-reduce --log-interval 1 --eval-iters 1"
 )
-UNTIED = "--untie-embeddings-and-output-weights"
 SKIPPED_ABOVE = 2.3  # what norms are in some iterations
 NORM = re.compile(r"grad norm of iteration (\d+): ([^,]+)(?:, bound (.+))?")
 STEPS = re.compile(r"steps: (\d+) reached into the next iteration, (\d+) waited .*")
@@ -73,78 +74,58 @@ class Row:
 
 
 AIAO = "--schedule aiao:step=next"
-
+ONE = "--schedule 1f1b:step=next"
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
-
-TO_HOST = "--offload-activations on --lazy-inter-segment"
-
 FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1"
-
-ZERO = "--use-distributed-optimizer"
-
 SHARDED = f"{ZERO} --overlap-param-gather"
-
-NOT_ALIGNED = f"{SHARDED} --no-align-param-gather"
-
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-
-PER_TOKEN = "--calculate-per-token-loss"
-
 # Gradients of 16 bits travel; each replica adds its own up in 32 bits, and its shard's as well.
-IN_BF16 = "--bf16 --grad-reduce-in-bf16"
-LOCAL_FP32 = f"{IN_BF16} --ddp-param-name-patterns-for-fp32-local-accumulation all"
+LOCAL_FP32 = (
+    "--bf16 --grad-reduce-in-bf16 --ddp-param-name-patterns-for-fp32-local-accumulation all"
+)
 ALL_FP32 = "--ddp-reduce-scatter-with-fp32-accumulation"
-
 RAMP_UP = "--step-batch-size-schedule '0:4 128:8'"  # thresholds count tokens
 
-EARLY = ":wgrad=behind@2,3:wgrad=last@1"
-
-EARLY_ALL = ":wgrad=behind@0,1"
-
-ONE = "--schedule 1f1b:step=next"
-
 ROWS = (
-    Row(ours="--schedule afab:step=next:share=0", repeats=True),
     Row(ours=f"{AIAO}:share=1:slice-bytes=4096"),
-    Row(ours=f"{AIAO}:share=0.5 {TO_HOST}", flags="--position-embedding-type rope", repeats=True),
-    Row(ours=f"{AIAO}:share=0.5", flags="", pp=4, dp=1, repeats=True),
     Row(
         ours=f"{AIAO}:share=0.5",
         flags=f"{UNTIED} --optimizer sgd --no-align-grad-reduce",
         repeats=True,
     ),
     Row(ours=f"{AIAO}:share=0.5", flags=f"{SP} --qk-layernorm", dp=1, repeats=True),
-    Row(ours=f"{AIAO}:share=0.5:pairs=on:wgrad=last@1", flags=SP, dp=1),
     Row(ours="--schedule zb-h2:step=next:share=0.5", flags="--bf16", segments=1),
     Row(ours="--schedule interleaved:step=next:share=0.3"),
     Row(ours=f"{AIAO}:share=0.5:wgrad=gaps:ahead=auto"),
     # DP.sync that starts between weight gradients: all, a part and nothing of it in its share.
     Row(
-        ours=f"{AIAO}:share=0.3{EARLY}",
+        ours=f"{AIAO}:share=0.3:wgrad=behind@2,3:wgrad=last@1",
         flags="--ddp-bucket-size 5000",
         clip=2.2,
         whole=4,
         segments=4,
     ),
     Row(
-        ours=f"{AIAO}:share=0{EARLY}",
-        flags=f"{UNTIED} {FP16}",
-        clip=2.8,
+        ours=f"{AIAO}:share=0.5:wgrad=behind@0,1",
+        flags=f"{SP} --calculate-per-token-loss",
+        dp=1,
+        clip=2.2,
         whole=4,
-        skipped=3,
-        segments=4,
-        repeats=True,
     ),
-    Row(ours=f"{AIAO}:share=0.5{EARLY_ALL}", flags=f"{SP} {PER_TOKEN}", dp=1, clip=2.2, whole=4),
     # Clipping: some steps are clipped, some could be, some cannot.
     Row(ours=f"{AIAO}:share=0.5:slices=on", flags="", clip=2.2, whole=4),
-    # Loss scaling: the first two steps overflow and are skipped.
-    # The distributed optimizer: no step is clipped, and none could be; some are; all are.
+    # The distributed optimizer: no step is clipped, and none could be; some are; the first two
+    # overflow.
     Row(ours=f"{AIAO}:share=0.3", flags=f"{UNTIED} {SHARDED}", clip=100, whole=1, segments=4),
     Row(ours=f"{AIAO}:share=0.5:slices=on", flags=f"{SHARDED} --bf16", clip=2.2, whole=4),
-    Row(ours=AIAO, flags=f"{SHARDED} {FULL}", clip=0.1, whole=6, repeats=True),
     Row(ours=f"{AIAO}:share=0.5", flags=f"{SHARDED} {FP16}", clip=2.8, whole=3, skipped=2),
-    Row(ours=f"{ONE}:share=0.5", flags=f"{SP} {NOT_ALIGNED}", pp=1, segments=1, clip=2.2, whole=3),
+    Row(
+        ours=f"{ONE}:share=0.5",
+        flags=f"{SP} {SHARDED} --no-align-param-gather",
+        pp=1,
+        segments=1,
+        clip=2.2,
+        whole=3,
+    ),
     Row(ours=f"{ONE}:share=0.5", flags=f"{SHARDED} {RAMP_UP}", pp=1, segments=1),
     # Sums of 16 bits. Stock adds up in fp32 where no chunk has more than one bucket, as with
     # untied embeddings.
@@ -158,16 +139,8 @@ ROWS = (
     ),
 )
 SAVED = Row(ours=f"{AIAO}:share=0.5", flags="--bf16", clip=2.2)
-SHARDED_SAVED = Row(ours=f"{AIAO}:share=0.5", flags=f"{SHARDED} --bf16", clip=2.2)
-ALONE_SAVED = replace(SHARDED_SAVED, ours=f"{ONE}:share=0.5", pp=1, segments=1)
+ALONE_SAVED = replace(SAVED, ours=f"{ONE}:share=0.5", flags=f"{SHARDED} --bf16", pp=1, segments=1)
 OLD_SAVED = replace(ALONE_SAVED, flags=f"{ZERO} --bf16 --ckpt-format torch")
-SHARDED_CASES = (
-    pytest.param(
-        *(SHARDED_SAVED, SHARDED_SAVED.ours, "--schedule stock"), marks=pytest.mark.stress
-    ),
-    (ALONE_SAVED, "--schedule stock", ALONE_SAVED.ours),
-    (OLD_SAVED, OLD_SAVED.ours, "--schedule stock"),
-)
 SAVES, RESUMES = "--save {folder} --save-interval 4", "--load {folder}"
 
 
@@ -211,39 +184,29 @@ def test_four_replicas_differ_from_stock_by_rounding() -> None:
     )
     ours = run_distributed(train_and_listen, 4, row.command(row.ours))
     stock = _stock(4, row.command("--schedule stock"))
-    for mine, theirs in zip(ours, stock, strict=True):
-        losses, expected = (
-            [float.fromhex(row["lm loss"]) for row in run.record.iterations]
-            for run in (mine, theirs)
-        )
-        assert losses == pytest.approx(expected, rel=1e-6)  # fp32 keeps seven digits
+    check_losses(*_comparable(ours, stock))
 
 
 @pytest.mark.parametrize(
-    "resumes", ["--schedule stock", pytest.param(f"{AIAO}:share=0.5", marks=pytest.mark.stress)]
+    ("row", "saves", "resumes"),
+    [
+        (SAVED, SAVED.ours, "--schedule stock"),
+        (ALONE_SAVED, "--schedule stock", ALONE_SAVED.ours),
+        (OLD_SAVED, OLD_SAVED.ours, "--schedule stock"),
+    ],
+    ids=str,
 )
-def test_a_checkpoint_holds_what_stock_would_have_written(resumes: str, tmp_path: Path) -> None:
-    save_and_resume(SAVED, SAVED.ours, resumes, tmp_path)
-
-
-@pytest.mark.parametrize(("row", "saves", "resumes"), SHARDED_CASES, ids=str)
-def test_a_checkpoint_of_shards_is_that_of_stocks_distributed_optimizer(
-    row: Row, saves: str, resumes: str, tmp_path: Path
-) -> None:
-    save_and_resume(row, saves, resumes, tmp_path)
-
-
-def save_and_resume(row: Row, saves: str, resumes: str, folder: Path) -> None:
+def test_a_checkpoint_is_that_of_stock(row: Row, saves: str, resumes: str, tmp_path: Path) -> None:
     """Save after four iterations, go on to the end, resume: both must end as stock does."""
     num_ranks = row.pp * row.dp
-    saved = row.command(f"{saves} {SAVES.format(folder=folder)}")
-    resumed = row.command(f"{resumes} {RESUMES.format(folder=folder)}")
+    saved = row.command(f"{saves} {SAVES.format(folder=tmp_path)}")
+    resumed = row.command(f"{resumes} {RESUMES.format(folder=tmp_path)}")
     stock = _stock(num_ranks, row.command("--schedule stock"))
 
     ours = run_distributed(train_and_listen, num_ranks, saved)
     assert differences(*_comparable(ours, stock)) == []
     # Resume from here, and not from the end.
-    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     stock = [run.since(4) for run in stock]
     ours = run_distributed(train_and_listen, num_ranks, resumed)
     assert differences(*_comparable(ours, stock)) == []
@@ -283,7 +246,6 @@ def test_shares_may_change_from_one_iteration_to_the_next() -> None:
     ("ours", "flags", "clip"),
     [
         (AIAO, "", 2.2),
-        pytest.param(f"{AIAO}:wgrad=behind@1", "", 0, marks=pytest.mark.stress),
         (f"{AIAO}:wgrad=last@1", f"{SHARDED} --bf16", 0),
         (f"{AIAO}:wgrad=last@1", "", 1000),  # free from the measured iteration on
     ],

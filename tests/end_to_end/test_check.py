@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,7 @@ MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 def test_the_plan_the_memory_and_the_time_are_told_without_a_gpu() -> None:
     argv = "--segments 2 --schedule aiao:step=next --check a100-80gx16-100g"
-    ((code, out, err),) = run_distributed(_run, 1, None, f"{FLAGS} {argv}".split())
-    assert code == 0, err
+    out = _passed(f"{FLAGS} {argv}".split())
     lines = out.splitlines()  # and nothing of Megatron's
     assert lines[:2] == [
         "can begin: 16 ranks, dp=8 pp=2",
@@ -55,8 +55,7 @@ def test_what_an_estimate_leaves_out_is_told() -> None:
     argv = f"{FLAGS} --segments 2 --use-distributed-optimizer --check a100-80gx16-100g"
     argv += " --fp32-residual-connection"
     one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    ((code, out, err),) = run_distributed(_run, 1, None, argv.split(), one_queue)
-    assert code == 0, err
+    out = _passed(argv.split(), one_queue)
     assert out.splitlines()[-1] == (
         "not in these estimates: --fp32-residual-connection, one hardware queue"
     )
@@ -64,8 +63,7 @@ def test_what_an_estimate_leaves_out_is_told() -> None:
 
 def test_what_auto_would_try_is_told_without_a_gpu() -> None:
     argv = f"{FLAGS} --schedule auto --segments 4 {SPLITS} --check a100-80gx16-100g"
-    ((code, out, err),) = run_distributed(_run, 1, None, argv.split())
-    assert code == 0, err
+    out = _passed(argv.split())
     lines = out.splitlines()
     assert lines[1].startswith("plan: auto begins in stock's order, 2 ranks, 4 segments, 8 micro")
     at = lines.index("--schedule auto measures, and is then predicted to try:")
@@ -99,8 +97,7 @@ SPLIT = f"{FLAGS} --segments 2 --tensor-model-parallel-size 2 --sequence-paralle
 def test_tensor_parallelism_takes_many_queues_and_preemption() -> None:
     for flags in ("--preemptive-comm", "--schedule aiao:step=next:share=0.5:slices=on"):
         argv = f"{SPLIT} {flags} --check a100x16-100g".split()
-        ((code, out, err),) = run_distributed(_run, 1, None, argv, MANY_QUEUES)
-        assert code == 0, err
+        out = _passed(argv, MANY_QUEUES)
         assert out.startswith("can begin: 16 ranks, dp=4 pp=2 tp=2\n")
 
 
@@ -112,8 +109,7 @@ def test_before_blackwell_many_queues_and_user_buffers_exclude_each_other() -> N
         "pretrain_gpt.py: error: --tp-comm-overlap with CUDA_DEVICE_MAX_CONNECTIONS=32: "
     )
     assert err.endswith("drop --tp-comm-overlap, or give CUDA_DEVICE_MAX_CONNECTIONS=1\n")
-    ((code, _, err),) = run_distributed(_run, 1, None, f"{argv} b200x16".split(), MANY_QUEUES)
-    assert code == 0, err
+    _passed(f"{argv} b200x16".split(), MANY_QUEUES)
 
 
 def test_a_login_node_without_gpu_software_hears_of_the_run_alone(tmp_path: Path) -> None:
@@ -139,8 +135,7 @@ def test_stages_without_layers_and_uneven_ones_are_predicted() -> None:
     few = few.replace("size 2 --mock", "size 4 --mock")
     for layout in ("E|t*3|t*3|L", "E|t*3|t*3L|"):  # Megatron computes the loss last in both
         argv = f"{few} --pipeline-model-parallel-layout {layout} --check a100x4-25g"
-        ((code, out, err),) = run_distributed(_run, 1, None, argv.split())
-        assert code == 0, err
+        out = _passed(argv.split())
         assert (said := re.search(r"iteration: (\d+\.\d+) s", out)), out
         assert float(said[1]) > 0.1
     uneven = FLAGS.replace("--num-layers 24 ", "--num-layers 7 ")
@@ -148,8 +143,7 @@ def test_stages_without_layers_and_uneven_ones_are_predicted() -> None:
         f"{uneven} --pipeline-model-parallel-layout Ett|tt|tt|tL --schedule auto {SPLITS} "
         "--use-distributed-optimizer --overlap-param-gather --check a100-80gx16-100g"
     )
-    ((code, out, err),) = run_distributed(_run, 1, None, argv.split())
-    assert code == 0, err
+    out = _passed(argv.split())
     assert "--schedule auto measures" in out
 
 
@@ -165,6 +159,13 @@ def test_a_script_of_ones_own_ends_where_it_would_begin(tmp_path: Path) -> None:
     assert code == 0, err
     assert out.startswith("can begin: 2 ranks, dp=1 pp=2\nplan: aiao, 2 ranks, 2 segments, 64 ")
     assert out.splitlines()[-1].startswith("no prediction of time; --check CLUSTER")
+
+
+def _passed(*arguments: Any) -> str:
+    """Return what a check of ``pretrain_gpt.py`` prints; it passes."""
+    ((code, out, err),) = run_distributed(_run, 1, None, *arguments)
+    assert code == 0, err
+    return str(out)
 
 
 def _run(

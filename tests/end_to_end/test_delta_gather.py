@@ -32,54 +32,21 @@ GATHERED = "parameters were gathered in "  # so many of 16 bits
 
 CODED = "--delta-param-gather on"
 _ROWS = (
-    Row(dp=2, flags=BF16, ours=STOCK),
-    Row(dp=2, segments=2, flags=f"{IN_BF16} {BUCKETS}", ours=STOCK, name="in buckets"),
-    Row(dp=2, segments=2, flags=BF16),
-    Row(dp=2, flags=f"{IN_BF16} {UNTIED}", ours="--schedule 1f1b", name="untied", repeats=True),
-    Row(dp=2, flags=BF16, ours="--schedule zb-h1", repeats=True),
-    Row(
-        dp=2,
-        segments=2,
-        flags=f"{BF16} {UNTIED}",
-        ours="--schedule aiao:wgrad=behind@0:optimizer=replicated@1",
-    ),
-    Row(dp=2, segments=2, flags=IN_BF16, ours="--schedule aiao:slices=on", repeats=True),
-    Row(dp=2, segments=2, flags=BF16, ours="--schedule aiao --preemptive-comm", repeats=True),
-    Row(pp=1, dp=3, flags=BF16, ours="--schedule 1f1b"),
-    Row(pp=1, dp=4, flags=IN_BF16, ours=STOCK, repeats=True),
-    Row(
-        pp=1,
-        tp=2,
-        dp=2,
-        flags=f"{BF16} --sequence-parallel",
-        ours="--schedule 1f1b",
-        repeats=True,
-    ),
-    Row(pp=1, cp=2, dp=2, flags=BF16, ours=STOCK, repeats=True),
-    Row(dp=2, flags=f"{ZERO} --bf16", ours=STOCK, name="nothing overlaps"),
-    Row(
-        name="experts in groups of their own",
-        pp=1,
-        dp=4,
-        flags=f"{BF16} {EXPERTS} --moe-token-dispatcher-type alltoall {EP}",
-        ours="--schedule 1f1b",
-    ),
-    Row(dp=2, flags=f"{OVERLAP} {FP16}", name="fp16, two steps are skipped"),
-    Row(
-        name="not clipped",
-        dp=2,
-        flags=f"{BF16} --clip-grad 0",
-        repeats=True,
-    ),
-    Row(
-        name="two instances of the optimizer",
-        pp=1,
-        dp=4,
-        flags=f"{BF16} --num-distributed-optimizer-instances 2",
-        ours=STOCK,
-    ),
+    Row("stock", BF16, dp=2),
+    Row("stock", f"{IN_BF16} {BUCKETS}", dp=2, segments=2),
+    Row("aiao", BF16, dp=2, segments=2),
+    Row("aiao:wgrad=behind@0:optimizer=replicated@1", f"{BF16} {UNTIED}", dp=2, segments=2),
+    Row("aiao:slices=on", IN_BF16, dp=2, segments=2, repeats=True),
+    Row("aiao --preemptive-comm", BF16, dp=2, segments=2, repeats=True),
+    Row("1f1b", BF16, pp=1, dp=3),
+    Row("1f1b", f"{BF16} --sequence-parallel", pp=1, tp=2, dp=2, repeats=True),
+    Row("stock", BF16, pp=1, cp=2, dp=2, repeats=True),
+    Row("stock", f"{ZERO} --bf16", dp=2),
+    Row("1f1b", f"{BF16} {EXPERTS} --moe-token-dispatcher-type alltoall {EP}", pp=1, dp=4),
+    Row("aiao", f"{OVERLAP} {FP16}", dp=2),
+    Row("stock", f"{BF16} --num-distributed-optimizer-instances 2", pp=1, dp=4),
 )
-ROWS = tuple(replace(row, ours=f"{row.ours} {CODED}") for row in _ROWS)
+ROWS = tuple(replace(row, word=f"{row.word} {CODED}") for row in _ROWS)
 SAVED = Row(dp=2, segments=2, flags=BF16)
 RESUMED = ((STOCK, f"--schedule aiao {CODED}"), (f"--schedule aiao {CODED}", f"{STOCK} {CODED}"))
 
@@ -124,7 +91,7 @@ def test_a_run_that_loads_no_optimizer_is_stocks(tmp_path: Path) -> None:
 
 
 def test_a_trace_has_coded_gathers_too(tmp_path: Path) -> None:
-    row = Row(dp=2, segments=2, flags=BF16, ours=f"--schedule aiao {CODED}")
+    row = Row(dp=2, segments=2, flags=BF16, word=f"aiao {CODED}")
     traced = row.command(f"{row.ours} --trace {tmp_path} --trace-iterations 3-3")
 
     found = run_distributed(coded, 4, traced)
@@ -163,7 +130,7 @@ def drifted(rank: int, own: bool, argv: Sequence[str]) -> tuple[Record, list[str
     ("rank", "own"), [(0, True), pytest.param(1, False, marks=pytest.mark.stress), (2, False)]
 )
 def test_a_replica_that_has_drifted_is_named_and_healed(rank: int, own: bool) -> None:
-    row = Row(pp=1, dp=3, flags=BF16, ours=f"{STOCK} {CODED}")
+    row = Row(pp=1, dp=3, flags=BF16, word=f"stock {CODED}")
 
     found = run_distributed(drifted, 3, rank, own, row.command(row.ours))
 

@@ -4,11 +4,12 @@ The modules stand in for Transformer Engine's, which needs a GPU (`tests/runtime
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 
 from tests.distributed import run_distributed
+from tests.end_to_end.test_equal_to_stock import FULL
+from tests.end_to_end.test_equal_to_stock import OVERLAP as SHARDED
 from tests.end_to_end.training import TINY, Record, differences, train
 
 pytestmark = pytest.mark.gloo
@@ -22,49 +23,24 @@ AIAO = "--segments 2 --schedule aiao:wgrad"
 OVERLAP = "--overlap-grad-reduce"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One comparison; ``fuses``: whether matmuls add to ``main_grad`` themselves."""
-
-    name: str
-    ours: str
-    flags: str
-    ranks: int = 4
-    fuses: bool = False
-
-    def __str__(self) -> str:
-        return self.name
-
-
 ROWS = (
-    Row(name="some segments", ours=f"{AIAO}=last@1", flags="", ranks=2),
-    Row(name="fused, overlapped", ours=f"{AIAO}=behind", flags=OVERLAP, fuses=True),
-    Row(
-        name="sequence parallel, recomputed",
-        ours=f"{AIAO}=last",
-        flags="--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1",
-        fuses=True,
-    ),
-    Row(
-        name="zero bubble, sharded optimizer",
-        ours="--schedule zb-h1",
-        flags=f"{OVERLAP} --use-distributed-optimizer --overlap-param-gather --bf16",
-    ),
+    # The schedule of ours, flags of both, and whether matmuls add to ``main_grad`` themselves.
+    (f"{AIAO}=behind", OVERLAP, True),
+    (f"{AIAO}=last", f"--tensor-model-parallel-size 2 --sequence-parallel {FULL} uniform", True),
+    ("--schedule zb-h1", f"{SHARDED} --bf16", False),
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_delayed_weight_gradients_of_the_engine_train_what_stock_trains(row: Row) -> None:
-    flags = f"{MODEL} {row.flags} "
-    ours = run_distributed(
-        train_engine, row.ranks, (flags + row.ours).split(), row.fuses, timeout_s=120
+@pytest.mark.parametrize(("scheduled", "flags", "fuses"), ROWS)
+def test_delayed_weight_gradients_of_the_engine_train_what_stock_trains(
+    scheduled: str, flags: str, fuses: bool
+) -> None:
+    stock = "--segments 2 --schedule stock" if "--segments" in scheduled else "--schedule stock"
+    ours, theirs = (
+        run_distributed(train_engine, 4, f"{MODEL} {flags} {which}".split(), fuses)
+        for which in (scheduled, stock)
     )
-    segments = " --segments 2" if "--segments" in row.ours else ""
-    stock = run_distributed(
-        train_engine, row.ranks, f"{flags}--schedule stock{segments}".split(), row.fuses
-    )
-    assert not differences(ours, stock)
+    assert not differences(ours, theirs)
 
 
 def train_engine(argv: Sequence[str], fuses: bool) -> Record:

@@ -6,9 +6,7 @@ Unless a row says otherwise its model has a layer for each stage, and four at le
 """
 
 import shlex
-import subprocess
-import sys
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import pytest
@@ -24,41 +22,42 @@ ITERATIONS = "--train-iters 4 --lr-decay-iters 10"
 ONE_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage {m}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One comparison.
 
     Attributes:
-        name: what the row adds to the others.
-        m: micro-batches per iteration.
+        word: how our run is scheduled, and what else it has.
         flags: of both runs.
-        ours: how our run is scheduled.
+        m: micro-batches per iteration.
         stock: how the reference differs from `flags`.
-        plan: the plan file that `ours` names ``PLAN``, or the `fold3d` command that prints it.
+        plan: the plan file that `word` names ``PLAN``.
         repeats: whether other rows show what it does; then `make stress` alone runs it.
     """
 
-    name: str = ""
+    word: str = "aiao"
+    flags: str = ""
+    _: KW_ONLY
     pp: int = 2
     segments: int = 1
     m: int = 4
     tp: int = 1
     dp: int = 1
     cp: int = 1
-    flags: str = ""
-    ours: str = "--schedule aiao"
     stock: str = ""
     plan: str = ""
     repeats: bool = False
 
     def __str__(self) -> str:
         sizes = {"pp": self.pp, "segments": self.segments, "m": self.m}
-        sizes |= {
-            name: n for name, n in (("tp", self.tp), ("dp", self.dp), ("cp", self.cp)) if n > 1
-        }
-        texts = [self.ours.removeprefix("--schedule "), self.name]
-        texts += [f"{name}={n}" for name, n in sizes.items()]
+        others = {"tp": self.tp, "dp": self.dp, "cp": self.cp}
+        sizes |= {name: size for name, size in others.items() if size > 1}
+        texts = [self.word, self.flags, *(f"{name}={size}" for name, size in sizes.items())]
         return ", ".join(filter(None, texts))
+
+    @property
+    def ours(self) -> str:
+        return f"--schedule {self.word}"
 
     @property
     def num_ranks(self) -> int:
@@ -84,6 +83,10 @@ BUCKETS = "--ddp-bucket-size 2000"  # a layer has 12 thousand parameters
 IN_BF16 = f"--overlap-grad-reduce --bf16 --grad-reduce-in-bf16 {BUCKETS}"
 MTP = "--mtp-num-layers 1 --position-embedding-type rope --overlap-grad-reduce"
 REPEATED = f"{MTP} --mtp-num-layers 3 --mtp-use-repeated-layer"
+BY_HAND = """\
+0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3 2B0 2B1 0B0 0B1 2B2 2B3 0B2 0B3
+1F0 1F1 1F2 1F3 3F0 3F1 3B0 3B1 3F2 1B0 1B1 3B2 3F3 3B3 1B2 1B3
+"""
 # All gathers at the start, the second segment's first.
 GATHERED = """\
 2ALL_GATHER 0ALL_GATHER 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
@@ -112,10 +115,6 @@ DRAWN = f"{EXPERTS} --moe-input-jitter-eps 0.1 --moe-router-force-biased 0"
 PAIRS = ":pairs=on"
 # Micro-batches: 1, 3, 3, 5; thresholds count tokens.
 RAMP_UP = "--step-batch-size-schedule '0:1 16:3 112:5' --train-samples 12 --lr-decay-samples 30"
-RAMP_UP_BY_TWO = (  # 2, 4, 4, 6, 6; stock's evaluation is not to have fewer than ranks
-    "--step-batch-size-schedule '0:2 32:4 112:6' --train-samples 22 --lr-decay-samples 40 "
-    "--eval-global-batch-size 4"
-)
 
 # The first two steps overflow and are skipped.
 FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1 --no-check-for-nan-in-loss-and-grad"
@@ -124,535 +123,167 @@ PLACED = ":wgrad=gaps:ahead=auto"
 ROWS = (
     # Every schedule, against one run of stock for each layout.
     Row(segments=2),
-    Row(segments=2, ours="--schedule interleaved"),
-    Row(segments=2, ours="--schedule breadth-first"),
-    Row(
-        name="written by hand",
-        segments=2,
-        ours="--schedule plan=PLAN",
-        plan="0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3 2B0 2B1 0B0 0B1 2B2 2B3 0B2 0B3\n"
-        "1F0 1F1 1F2 1F3 3F0 3F1 3B0 3B1 3F2 1B0 1B1 3B2 3F3 3B3 1B2 1B3",
-    ),
-    Row(pp=4, m=6, ours="--schedule afab"),
-    Row(pp=4, m=6, ours="--schedule shifted-critical-path"),
-    Row(pp=4, m=6, ours="--schedule zb-h1"),
-    Row(segments=2, ours="--schedule aiao:ahead=3", repeats=True),
+    Row("interleaved", segments=2),
+    Row("breadth-first", segments=2),
+    Row("plan=PLAN", segments=2, plan=BY_HAND),
+    Row("afab", pp=4, m=6),
     # Weight gradients apart from their backwards.
-    Row(
-        name="recomputed and overlapped",
-        dp=2,
-        m=3,
-        flags=f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform",
-        ours="--schedule zb-h1",
-    ),
-    Row(
-        name="fewer micro-batches than held, untied",
-        repeats=True,
-        dp=2,
-        m=2,
-        flags=f"--overlap-grad-reduce {BUCKETS} {UNTIED}",
-        ours="--schedule zb-h2",
-    ),
+    Row("zb-h1", f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform", dp=2, m=3),
     # Orders that measured times choose: one until the third iteration, another from the fourth on.
-    Row(
-        name="recomputed and overlapped",
-        segments=2,
-        dp=2,
-        flags=f"{OVERLAP} {FULL} uniform",
-        ours="--schedule aiao:wgrad=gaps:ahead=auto",
-        repeats=True,
-    ),
-    Row(
-        name="sequence parallel",
-        tp=2,
-        segments=2,
-        flags=f"--sequence-parallel {BUCKETS}",
-        ours="--schedule interleaved:wgrad=gaps:held=8",
-        repeats=True,
-    ),
-    *(
-        Row(
-            name="sequence parallel, recomputed, fp16, ramp-up",
-            tp=2,
-            flags=f"--sequence-parallel {FULL} uniform {FP16} {RAMP_UP}",
-            ours=f"--schedule {ours}",
-            repeats=True,
-        )
-        for ours in ("zb-h1", "zb-h2", f"1f1b{PLACED}")
-    ),
-    Row(
-        name="all overlapped, fp16, some iterations skipped",
-        segments=2,
-        dp=2,
-        flags=f"{OVERLAP} {FP16}",
-        ours=f"--schedule interleaved{PLACED}",
-    ),
-    Row(
-        name="sequence parallel, bf16, ramp-up",
-        segments=2,
-        tp=2,
-        flags=f"--sequence-parallel --bf16 {RAMP_UP_BY_TWO}",
-        ours=f"--schedule aiao:held=20{PLACED}",
-        repeats=True,
-    ),
-    Row(
-        name="of fold3d plan, recomputed, in buckets, untied",
-        repeats=True,
-        dp=2,
-        flags=f"--overlap-grad-reduce {BUCKETS} {UNTIED} {FULL} uniform",
-        ours="--schedule plan=PLAN",
-        plan="fold3d plan --schedule 1f1b:wgrad=gaps:ahead=auto --pp 2 --microbatches 4 "
-        "--compute-only --seconds p2p=1.5",
-    ),
-    # DP.sync between weight gradients, which are computed parameter by parameter.
-    Row(
-        name="reduced between weight gradients, fp16, in buckets, loss per token",
-        segments=2,
-        dp=2,
-        flags=f"--overlap-grad-reduce {FP16} {BUCKETS} --calculate-per-token-loss",
-        ours="--schedule aiao:wgrad=behind",
-        repeats=True,
-    ),
+    Row(f"interleaved{PLACED}", f"{OVERLAP} {FP16}", segments=2, dp=2),
+    # What the fuzzer does not draw.
+    Row("interleaved:wgrad=gaps:held=8", "--sequence-parallel", tp=2, segments=2, repeats=True),
+    Row(f"interleaved{PAIRS}:group=4", "--sequence-parallel", tp=2, segments=2, m=8, repeats=True),
     # Autograd adds up the gradients of a layer's three uses; recomputed, each has its own backward.
+    Row("aiao:wgrad=behind@1", REPEATED, segments=2, m=3, stock=ONE_GROUP),
+    Row("zb-h1", f"{REPEATED} {FULL} uniform", m=3),
+    # What RMSNorm returns has strides with which not every matmul is folded.
     Row(
-        name="a layer that is used three times",
-        segments=2,
-        m=3,
-        flags=REPEATED,
-        stock=ONE_GROUP,
-        ours="--schedule aiao:wgrad=behind@1",
-    ),
-    Row(
-        name="a layer that is used three times, recomputed",
-        m=3,
-        flags=f"{REPEATED} {FULL} uniform",
-        ours="--schedule zb-h1",
-    ),
-    Row(  # what RMSNorm returns has strides with which not every matmul is folded
-        name="RMSNorm, swiglu, rope",
+        "aiao:wgrad=last@0",
+        "--normalization RMSNorm --swiglu --disable-bias-linear "
+        f"--position-embedding-type rope {UNTIED}",
         tp=2,
         segments=2,
         m=2,
-        flags="--normalization RMSNorm --swiglu --disable-bias-linear "
-        f"--position-embedding-type rope {UNTIED}",
-        ours="--schedule aiao:wgrad=last@0",
-        repeats=True,
-    ),
-    Row(
-        name="no bias, selectively recomputed",
-        tp=2,
-        segments=2,
-        flags=f"--sequence-parallel --disable-bias-linear --swiglu {SELECTIVE} {DROPOUT}",
-        ours="--schedule interleaved:wgrad=last@1",
         repeats=True,
     ),
     # Recomputation ahead of the gradient.
     Row(
+        "shifted-critical-path:recompute=early",
+        f"{DROPOUT} {FULL} uniform",
         pp=4,
         m=6,
-        flags=f"{DROPOUT} {FULL} uniform",
-        ours="--schedule shifted-critical-path:recompute=early",
-        repeats=True,
     ),
     Row(
+        "aiao:wgrad=last@1:recompute=early",
+        f"{OVERLAP} --bf16 {FULL} block {TWO_LAYERS}",
         segments=2,
         dp=2,
-        flags=f"{OVERLAP} --bf16 {FULL} block {TWO_LAYERS}",
-        ours="--schedule aiao:wgrad=last@1:recompute=early",
-    ),
-    Row(
-        name="sequence parallel, by a plan file",
-        tp=2,
-        m=2,
-        flags=f"--sequence-parallel {DROPOUT} {FULL} uniform --recompute-num-layers 2",
-        ours="--schedule plan=PLAN",
-        plan="0F0 0F1 0R1 0R0 0B0 0B1\n1F0 1R0 1B0 1F1 1B1",
-        repeats=True,
-    ),
-    # A number of recomputed layers for each stage.
-    Row(
-        segments=2,
-        flags=f"{DROPOUT} {TWO_LAYERS}",
-        ours="--schedule aiao:recompute=early --recompute-layers 2,0,1,0",
-        stock=ONE_GROUP,
     ),
     # Pairs of micro-batches, each computed during the other's tensor-parallel collectives.
-    Row(
-        name="an odd number, sequence parallel, recomputed",
-        pp=1,
-        tp=2,
-        m=3,
-        flags=f"--sequence-parallel --bf16 {FULL} uniform",
-        ours=f"--schedule afab{PAIRS}",
-        repeats=True,
-    ),
-    Row(
-        name="gradients in buckets",
-        pp=1,
-        tp=2,
-        dp=2,
-        flags=f"--overlap-grad-reduce {BUCKETS} {SELECTIVE} {UNTIED}",
-        ours=f"--schedule 1f1b{PAIRS}",
-    ),
+    Row(f"1f1b{PAIRS}", f"--overlap-grad-reduce {BUCKETS} {SELECTIVE} {UNTIED}", pp=1, tp=2, dp=2),
     # Reductions to shards that start between weight gradients.
+    Row("1f1b:wgrad=behind", f"{OVERLAP} --bf16 --add-qkv-bias", dp=2, m=3),
     Row(
-        name="one segment, whose gathers stock leaves to hooks",
-        dp=2,
-        m=3,
-        flags=f"{OVERLAP} --bf16 --add-qkv-bias",
-        ours="--schedule 1f1b:wgrad=behind",
-    ),
-    Row(
-        name="bf16, tied",
-        segments=4,
-        dp=2,
-        m=3,
-        flags=f"{OVERLAP} --bf16",
-        ours="--schedule aiao:wgrad=behind@0-3",
-        stock=ONE_GROUP,
-    ),
-    Row(
-        name="fp16, in buckets, loss per token, one of two",
+        "aiao:wgrad=behind@0:wgrad=last@1",
+        f"{OVERLAP} --fp16 --initial-loss-scale 64 {UNTIED} {BUCKETS} --calculate-per-token-loss",
         segments=2,
         dp=2,
-        flags=f"{OVERLAP} --fp16 --initial-loss-scale 64 {UNTIED} {BUCKETS} "
-        "--calculate-per-token-loss",
-        ours="--schedule aiao:wgrad=behind@0:wgrad=last@1",
-    ),
-    Row(
-        name="sequence parallel, some replicated",
-        segments=2,
-        dp=2,
-        tp=2,
-        flags=f"{OVERLAP} {UNTIED} --sequence-parallel",
-        ours="--schedule interleaved:optimizer=replicated@1:wgrad=behind",
-        repeats=True,
     ),
     # Recomputation early, by numbers, and in pairs.
     Row(
-        name="all of Merak, overlapped",
+        f"aiao:recompute=early{PAIRS} --recompute-layers 1,0,1,0,1,1,0,1",
+        f"--sequence-parallel --bf16 {OVERLAP}",
         tp=2,
         segments=4,
-        flags=f"--sequence-parallel --bf16 {OVERLAP}",
-        ours=f"--schedule aiao:recompute=early{PAIRS} --recompute-layers 1,0,1,0,1,1,0,1",
         stock=ONE_GROUP,
     ),
-    Row(
-        name="and what is delayed",
-        tp=2,
-        segments=2,
-        m=5,
-        flags=f"--sequence-parallel {OVERLAP}",
-        ours=f"--schedule aiao{PAIRS}:wgrad=last@0",
-        stock=ONE_GROUP,
-        repeats=True,
-    ),
-    Row(
-        name="in groups",
-        tp=2,
-        segments=2,
-        m=8,
-        flags=f"--sequence-parallel {OVERLAP}",
-        ours=f"--schedule interleaved{PAIRS}:group=4:wgrad=last@1",
-        repeats=True,
-    ),
-    Row(
-        name="needed again before the other of its pair has ended",
-        tp=2,
-        m=3,
-        ours=f"--schedule aiao{PAIRS} --offload-activations on",
-    ),
-    # Models: the presets' heads, few layers.
-    Row(
-        name="CPM",
-        segments=2,
-        flags="--model-preset cpm --hidden-size 128 --num-attention-heads 64",
-        repeats=True,
-    ),
+    Row(f"aiao{PAIRS} --offload-activations on", tp=2, m=3),
     # Sizes.
-    *(
-        Row(
-            name="segments said otherwise",
-            segments=2,
-            flags=TWO_LAYERS,
-            ours=f"--schedule aiao {flag} 2",
-            repeats="layers" in flag,
-        )
-        for flag in (
-            "--num-virtual-stages-per-pipeline-rank",
-            "--num-layers-per-virtual-pipeline-stage",
-        )
-    ),
-    Row(name="no pipeline", pp=1, dp=2, m=3, flags=OVERLAP, ours="--schedule 1f1b", repeats=True),
+    Row("aiao --num-virtual-stages-per-pipeline-rank 2", TWO_LAYERS, segments=2),
+    Row("aiao --num-layers-per-virtual-pipeline-stage 2", TWO_LAYERS, segments=2, repeats=True),
+    Row("interleaved", pp=4, segments=2, m=6, stock=ONE_GROUP),
     Row(
-        name="uneven groups",
-        pp=4,
-        segments=2,
-        m=6,
-        ours="--schedule interleaved",
-        stock=ONE_GROUP,
-    ),
-    Row(name="fewer micro-batches than ranks", repeats=True, pp=4, m=2),
-    Row(
-        name="evaluation with one micro-batch",
-        repeats=True,
-        m=3,
-        flags="--eval-global-batch-size 1",
-    ),
-    Row(name="batch-size ramp-up", flags=RAMP_UP),
-    Row(name="batch-size ramp-up by groups", segments=2, flags=RAMP_UP_BY_TWO, repeats=True),
-    Row(
-        name="a batch made smaller, evaluation with other micro-batches",
-        flags="--micro-batch-size 2 --global-batch-size 9 --decrease-batch-size-if-needed "
+        "aiao",
+        "--micro-batch-size 2 --global-batch-size 9 --decrease-batch-size-if-needed "
         "--eval-micro-batch-size 1",
     ),
     # Data parallelism.
+    Row("aiao", "--overlap-grad-reduce --ddp-num-buckets 3", segments=2, dp=2, repeats=True),
+    Row("plan=PLAN", f"{OVERLAP} --bf16", segments=2, dp=2, m=2, plan=GATHERED),
+    Row("plan=PLAN", "--overlap-grad-reduce --bf16", segments=2, dp=2, m=2, plan=SLICED),
     Row(
-        name="gradients in buckets, not aligned",
-        repeats=True,
+        "aiao",
+        f"{OVERLAP} --overlap-param-gather-with-optimizer-step --ckpt-format torch",
         segments=2,
         dp=2,
-        flags=f"--overlap-grad-reduce --no-align-grad-reduce --clip-grad 0 {BUCKETS}",
-    ),
-    Row(
-        name="gradients in three buckets",
-        segments=2,
-        dp=2,
-        flags="--overlap-grad-reduce --ddp-num-buckets 3",
-        repeats=True,
-    ),
-    Row(
-        name="all overlapped, clipping off",
-        repeats=True,
-        segments=2,
-        dp=2,
-        flags=f"{OVERLAP} --clip-grad 0 {BUCKETS}",
-        ours="--schedule afab",
-    ),
-    Row(
-        name="all overlapped, by a plan file",
-        segments=2,
-        dp=2,
-        m=2,
-        flags=f"{OVERLAP} --bf16",
-        ours="--schedule plan=PLAN",
-        plan=GATHERED,
-    ),
-    Row(
-        name="slices of DP.sync and late receives, by a plan file",
-        segments=2,
-        dp=2,
-        m=2,
-        flags="--overlap-grad-reduce --bf16",
-        ours="--schedule plan=PLAN",
-        plan=SLICED,
-    ),
-    Row(
-        name="slices between weight gradients and others, by a plan file",
-        repeats=True,
-        dp=2,
-        m=2,
-        flags="--overlap-grad-reduce --bf16",
-        ours="--schedule plan=PLAN",
-        plan="0F0 0F1 0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 0STEP\n"
-        "1F0 1B0 1F1 1B1 1ALL_REDUCE:400 1ALL_REDUCE 1STEP",
-    ),
-    Row(
-        name="all overlapped, slices of reduce-scatters",
-        segments=2,
-        dp=2,
-        m=2,
-        flags=f"{OVERLAP} --bf16",
-        ours="--schedule aiao:slices=on",
-    ),
-    Row(
-        name="all overlapped, fp16, some iterations skipped",
-        segments=2,
-        dp=2,
-        flags=f"{OVERLAP} {FP16}",
-    ),
-    Row(
-        name="all overlapped by hooks, bf16",
-        repeats=True,
-        segments=4,
-        dp=2,
-        m=3,
-        flags=f"{OVERLAP} --no-align-grad-reduce --no-align-param-gather --bf16",
-        stock=ONE_GROUP,
-    ),
-    Row(
-        name="all overlapped, also by the optimizer's step",
-        segments=2,
-        dp=2,
-        flags=f"{OVERLAP} --overlap-param-gather-with-optimizer-step --ckpt-format torch",
     ),
     # Reductions that DDP starts, ends or copies in ways of their own.
+    # Aligned, stock reduces its first batch twice.
     Row(
-        # Aligned, stock reduces its first batch twice.
-        name="two instances of the distributed optimizer",
+        "interleaved",
+        f"{ZERO} --overlap-grad-reduce --num-distributed-optimizer-instances 2",
         segments=2,
         m=2,
         dp=4,
-        flags=f"{ZERO} --overlap-grad-reduce --num-distributed-optimizer-instances 2",
-        ours="--schedule interleaved",
         stock="--no-align-grad-reduce",
     ),
+    Row("aiao", f"{IN_BF16} {ZERO} --ddp-reduce-scatter-with-fp32-accumulation", pp=1, m=2, dp=2),
     Row(
-        name="reduce-scatter that adds up in fp32",
-        pp=1,
-        m=2,
-        dp=2,
-        flags=f"{IN_BF16} {ZERO} --ddp-reduce-scatter-with-fp32-accumulation",
-    ),
-    Row(
-        name="gradients of their own in fp32",
-        repeats=True,
-        pp=1,
-        m=2,
-        dp=2,
-        flags=f"{IN_BF16} --ddp-param-name-patterns-for-fp32-local-accumulation all",
-    ),
-    Row(
-        name="shards of gradients of their own in fp32",
+        "aiao",
+        f"{OVERLAP} --bf16 --grad-reduce-in-bf16 "
+        "--ddp-param-name-patterns-for-fp32-local-accumulation all",
         segments=2,
         m=2,
         dp=2,
-        flags=f"{OVERLAP} --bf16 --grad-reduce-in-bf16 "
-        "--ddp-param-name-patterns-for-fp32-local-accumulation all",
     ),
     # Tensor parallelism.
-    Row(
-        name="sequence parallel, bf16, recompute, untied",
-        segments=2,
-        tp=2,
-        flags=f"--sequence-parallel --bf16 {SELECTIVE} {UNTIED}",
-        ours="--schedule breadth-first",
-        repeats=True,
-    ),
-    Row(
-        name="full recompute of shared activations",
-        repeats=True,
-        segments=2,
-        tp=2,
-        flags=f"{FULL} uniform --distribute-saved-activations",
-    ),
+    Row("aiao", f"{FULL} uniform --distribute-saved-activations", repeats=True, segments=2, tp=2),
     # Context parallelism; its ranks share the reductions of gradients.
     Row(
-        name="grouped queries, gradients in buckets",
-        repeats=True,
-        segments=2,
-        cp=2,
-        flags="--group-query-attention --num-query-groups 2 --position-embedding-type rope "
-        f"--overlap-grad-reduce {BUCKETS}",
-    ),
-    Row(
-        name="experts of two context-parallel ranks",
+        "aiao",
+        f"{EXPERTS} --moe-token-dispatcher-type alltoall {EP} --calculate-per-token-loss "
+        f"--bf16 {SELECTIVE}",
         segments=2,
         cp=2,
         m=2,
-        flags=f"{EXPERTS} --moe-token-dispatcher-type alltoall {EP} --calculate-per-token-loss "
-        f"--bf16 {SELECTIVE}",
     ),
     # Memory and precision.
-    Row(  # with biases stock's recomputation of an MLP recurses without end
-        name="selective recompute of MLPs",
-        segments=2,
-        flags=f"{SELECTIVE} --recompute-modules core_attn mlp --disable-bias-linear",
-    ),
-    Row(
-        name="fp16 with one loss scale, gradients in fp32",
-        segments=2,
-        flags="--fp16 --loss-scale 4096 --accumulate-allreduce-grads-in-fp32",
-    ),
+    # With biases stock's recomputation of an MLP recurses without end
+    Row("aiao", f"{SELECTIVE} --recompute-modules core_attn mlp --disable-bias-linear", segments=2),
+    Row("aiao", "--fp16 --loss-scale 4096 --accumulate-allreduce-grads-in-fp32", segments=2),
     # Models.
-    Row(name="an output layer that multi-token prediction leaves unused", m=2, flags=MTP),
+    Row("aiao", MTP, m=2),
+    Row("aiao", f"{TWO_LAYERS} --decoder-first-pipeline-num-layers 2", repeats=True, segments=2),
+    Row("aiao", f"{TWO_LAYERS} --decoder-last-pipeline-num-layers 2", segments=2, repeats=True),
+    Row("aiao", f"{TWO_LAYERS} --pipeline-model-parallel-layout Et|ttt|tt|ttL", segments=2),
     Row(
-        name="multi-token prediction", repeats=True, segments=2, m=2, dp=2, flags=f"{MTP} {BUCKETS}"
-    ),
-    Row(
-        name="uneven layers",
-        repeats=True,
-        segments=2,
-        flags=f"{TWO_LAYERS} --decoder-first-pipeline-num-layers 2",
-    ),
-    Row(
-        name="uneven layers at the end",
-        segments=2,
-        flags=f"{TWO_LAYERS} --decoder-last-pipeline-num-layers 2",
-        repeats=True,
-    ),
-    Row(
-        name="layout",
-        segments=2,
-        flags=f"{TWO_LAYERS} --pipeline-model-parallel-layout Et|ttt|tt|ttL",
-    ),
-    Row(
-        name="embedding and loss count as layers",
-        repeats=True,
-        segments=2,
-        flags="--num-layers 6 --account-for-embedding-in-pipeline-split "
+        "aiao",
+        "--num-layers 6 --account-for-embedding-in-pipeline-split "
         "--account-for-loss-in-pipeline-split",
+        repeats=True,
+        segments=2,
     ),
     Row(
-        name="llama",
-        segments=2,
-        m=2,
-        flags="--swiglu --normalization RMSNorm --position-embedding-type rope "
+        "aiao",
+        "--swiglu --normalization RMSNorm --position-embedding-type rope "
         f"--group-query-attention --num-query-groups 2 --disable-bias-linear {UNTIED}",
-    ),
-    Row(
-        name="experts of two ranks, all overlapped",
         segments=2,
-        dp=2,
         m=2,
-        flags=f"{EXPERTS} --moe-token-dispatcher-type alltoall {EP} {OVERLAP}",
     ),
     Row(
-        name="whole experts, recomputed, on tensor-parallel ranks",
+        "aiao",
+        f"{EXPERTS} --sequence-parallel --expert-tensor-parallel-size 1 "
+        "--moe-router-load-balancing-type global_aux_loss --moe-layer-recompute --num-layers 4",
         segments=2,
         tp=2,
         m=2,
-        flags=f"{EXPERTS} --sequence-parallel --expert-tensor-parallel-size 1 "
-        "--moe-router-load-balancing-type global_aux_loss --moe-layer-recompute --num-layers 4",
         repeats=True,
     ),
     # What should change nothing, or is told of a result.
     Row(
-        name="timers with barriers, transfers overlapped everywhere, results not validated",
+        "interleaved",
+        "--timing-log-level 2 --overlap-p2p-communication-warmup-flush --rerun-mode disabled",
         segments=2,
-        flags="--timing-log-level 2 --overlap-p2p-communication-warmup-flush --rerun-mode disabled",
-        ours="--schedule interleaved",
     ),
     Row(
-        name="multi-latent attention",
+        "aiao",
+        "--multi-latent-attention --qk-layernorm --q-lora-rank 8 "
+        "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6",
         segments=2,
         m=2,
-        flags="--multi-latent-attention --qk-layernorm --q-lora-rank 8 "
-        "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6",
     ),
     # Dropout: masks are drawn in the order of a rank's forwards.
-    Row(name="dropout", segments=2, flags=DROPOUT, stock=ONE_GROUP),
-    Row(  # in evaluation, too
-        name="jitter and forced routing",
-        segments=2,
-        flags=f"{DRAWN} --microbatch-group-size-per-virtual-pipeline-stage 4",
-        ours="--schedule interleaved",
-    ),
-    Row(
-        name="dropout and full recompute",
-        segments=2,
-        flags=f"{DROPOUT} {FULL} uniform",
-        ours="--schedule afab",
-        stock=ONE_GROUP,
-        repeats=True,
-    ),
+    Row("aiao", DROPOUT, segments=2, stock=ONE_GROUP),
+    # In evaluation, too.
+    Row("interleaved", f"{DRAWN} --microbatch-group-size-per-virtual-pipeline-stage 4", segments=2),
 )
 
 
 @pytest.mark.parametrize("row", marked(ROWS), ids=str)
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tmp_path: Path) -> None:
     plan_file = tmp_path / "plan"
-    plan_file.write_text(_plan(row.plan))
+    plan_file.write_text(row.plan)
     ours = row.command(row.ours.replace("PLAN", str(plan_file)))
     stock = row.command(f"--schedule stock {row.stock}")
 
@@ -671,10 +302,3 @@ def test_another_order_of_backwards_would_be_seen(tmp_path: Path) -> None:
 
     assert ours[1].iterations[0]["lm loss"] == stock[1].iterations[0]["lm loss"]
     assert differences(ours, stock) != []
-
-
-def _plan(written: str) -> str:
-    if not written.startswith("fold3d "):
-        return written
-    command = [str(Path(sys.executable).with_name("fold3d")), *written.split()[1:]]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout

@@ -16,15 +16,14 @@ ROWS = (
     Row(
         segments=2,
         flags=f"{DROPOUT} --num-layers 8",
-        ours=f"--schedule aiao:recompute=early@0 {AUTO} 260000",
+        word=f"aiao:recompute=early@0 {AUTO} 260000",
         stock=ONE_GROUP,
     ),
     Row(
-        name="sequence parallel",
         tp=2,
         m=2,
         flags="--sequence-parallel --bf16 --num-layers 8",
-        ours=f"--schedule 1f1b {AUTO} 60000",
+        word=f"1f1b {AUTO} 60000",
     ),
 )
 
@@ -47,7 +46,7 @@ def test_results_are_those_of_stock_and_the_peak_is_as_predicted(row: Row) -> No
 
 
 def test_too_little_memory_names_the_rank_and_the_bytes() -> None:
-    row = Row(ours=f"--schedule aiao {AUTO} 3")
+    row = Row(word=f"aiao {AUTO} 3")
     with pytest.raises(RankError, match=r"auto: rank 0: found \d+ bytes with all .* 3 bytes of"):
         run_distributed(train, row.num_ranks, row.command(row.ours))
 

@@ -1,16 +1,12 @@
 """Offloaded activations come back as they were: one table against stock, bit for bit."""
 
 import itertools
-import os
 import shlex
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.plan.memory import peak_activations
@@ -18,29 +14,22 @@ from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.passes.transfers import RECEIVES_AHEAD
 from megatron.fold3d.plan.schedules import build
 from tests.distributed import RankError, run_distributed
-from tests.end_to_end.training import TINY, Record, differences, marked, once, train
+from tests.end_to_end.test_equal_to_stock import EXPERTS, FULL, ITERATIONS, SELECTIVE
+from tests.end_to_end.training import TINY, Record, differences, once, train
 
 pytestmark = pytest.mark.gloo
 
 MODEL = f"{TINY} --num-layers 8 --lr 1e-2 --eval-iters 1 --eval-interval 3"
-ITERATIONS = "--train-iters 4 --lr-decay-iters 10"
 ON = "--offload-activations on"
 AUTO = "--offload-activations auto"
 LAZY = "--lazy-inter-segment"
 PP = 2
-FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"
-SELECTIVE = "--recompute-granularity selective"
+FULL_UNIFORM = f"{FULL} uniform"
 # Micro-batches: 2, 4, 4, 6, 6; thresholds count tokens.
 RAMP_UP = (
     "--step-batch-size-schedule '0:2 32:4 112:6' --train-samples 22 --lr-decay-samples 40 "
     "--eval-global-batch-size 4"
 )
-
-EXPERTS = (
-    "--num-experts 2 --moe-aux-loss-coeff 0.01 --moe-router-topk 1 --moe-router-pre-softmax "
-    "--disable-bias-linear"
-)
-FP16 = "--fp16 --initial-loss-scale 65536"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +41,6 @@ class Row:
         recompute: of ours alone: recomputation gives stock's bits, as `test_equal_to_stock` shows.
         moves: what ours keeps in host memory.
         depth: computations that a copy has, from the third iteration on.
-        repeats: whether other rows show what it does; then `make stress` alone runs it.
     """
 
     schedule: str = "aiao"
@@ -63,7 +51,6 @@ class Row:
     depth: int = 1
     segments: int = 2
     m: int = 6
-    repeats: bool = False
 
     def __str__(self) -> str:
         recompute = self.recompute.split()[1] if self.recompute else "none"
@@ -93,26 +80,23 @@ class Row:
 
 
 ROWS = (
-    Row(recompute=FULL),
     Row(),
     Row(recompute=SELECTIVE, schedule="afab"),
-    Row(recompute=FULL, moves=AUTO),
-    Row(recompute=FULL, moves=LAZY, repeats=True),
+    Row(recompute=FULL_UNIFORM, moves=AUTO),
     Row(moves=LAZY),
-    Row(recompute=SELECTIVE, moves=LAZY, repeats=True),
-    Row(recompute=FULL, moves=f"{ON} {LAZY}", flags="--bf16", depth=2, segments=4, m=4),
+    Row(recompute=FULL_UNIFORM, moves=f"{ON} {LAZY}", flags="--bf16", depth=2, segments=4, m=4),
     Row(recompute=SELECTIVE, moves=f"{ON} {LAZY}", flags="--sequence-parallel", tp=2, m=4),
     Row(moves=f"{ON} {LAZY}", flags=RAMP_UP),
     Row(
-        recompute=FULL,
+        recompute=FULL_UNIFORM,
         moves=f"{ON} {LAZY}",
         schedule="breadth-first",
-        flags=f"{EXPERTS} {FP16}",
+        flags=f"{EXPERTS} --fp16 --initial-loss-scale 65536",
     ),
 )
 
 
-@pytest.mark.parametrize("row", marked(ROWS), ids=str)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
     ours = f"--schedule {row.schedule} {row.recompute} {row.moves}"
     runs = run_distributed(train_and_count, PP * row.tp, row.command(ours), row.depth)
@@ -140,51 +124,12 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
         assert counts.tensors >= counts.calls or row.moves == AUTO
 
 
-def test_a_rank_that_dies_while_it_copies_hangs_nobody_and_leaves_nothing() -> None:
-    row = Row(recompute=FULL, moves=f"{ON} {LAZY}")
-    files = set(Path("/dev/shm").iterdir())
-    argv = row.command(f"--schedule aiao {row.recompute} {row.moves}")
-    with pytest.raises(RankError, match=r"\[rank 1\] died with exit code -9") as caught:
-        run_distributed(train_until_a_copy, PP, argv, timeout_s=100)
-    assert any(failure.rank == 0 for failure in caught.value.failures)  # it had not to be ended
-    assert set(Path("/dev/shm").iterdir()) <= files
-
-
-@pytest.mark.parametrize("recompute", [FULL, ""], ids=["full", "none"])
+@pytest.mark.parametrize("recompute", [FULL_UNIFORM, ""], ids=["full", "none"])
 def test_a_host_without_the_memory_is_told_before_training(recompute: str) -> None:
     huge = "--micro-batch-size 1000000000 --global-batch-size 6000000000"
     argv = Row().command(f"--schedule aiao {ON} {recompute} {huge}")
     with pytest.raises(RankError, match=r"HostMemoryError: [0-9,]+ bytes of host memory for the"):
         run_distributed(train, PP, argv)
-
-
-def train_until_a_copy(argv: Sequence[str]) -> None:
-    """Train, but on rank 1 die in the middle of a copy of the second iteration."""
-    from megatron.fold3d.runtime.offload.copies import Copies
-
-    launch, count = Copies._launch, 0
-
-    def deadly(self: Copies, targets: Sequence[Tensor], *args: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 20:
-            assert all(_ends_with_its_process(target) for target in targets)
-            os.kill(os.getpid(), signal.SIGKILL)
-        launch(self, targets, *args)
-
-    if os.environ["RANK"] == "1":
-        Copies._launch = deadly
-    train(argv)
-
-
-def _ends_with_its_process(tensor: Tensor) -> bool:
-    """Whether the kernel has a tensor's memory for this process alone, and without a file."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        bounds, access, _, _, file, *_ = line.split()
-        begin, end = (int(bound, 16) for bound in bounds.split("-"))
-        if begin <= tensor.data_ptr() < end:
-            return access.endswith("p") and file == "0"
-    return False
 
 
 @dataclass(slots=True)

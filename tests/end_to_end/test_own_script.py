@@ -61,7 +61,6 @@ def test_a_script_that_parses_by_itself_takes_the_patches_later(tmp_path: Path) 
     ("frozen", "ours"),
     [
         (r"\.bias$", "--schedule aiao:wgrad=behind@0 --segments 2"),
-        (r"\.bias$", "--schedule zb-h1"),
         (r"linear_proj", "--schedule aiao:wgrad=gaps --segments 2"),
         (r"^0\.", "--schedule auto --segments 2 --train-iters 12"),
         (r"^(?!.*norm)", "--schedule auto --segments 2 --train-iters 12"),

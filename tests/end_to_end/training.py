@@ -248,6 +248,15 @@ def as_known(ours: Sequence[Record], stock: Sequence[Record]) -> list[Record]:
     ]
 
 
+def check_losses(ours: Sequence[Record], stock: Sequence[Record]) -> None:
+    """Check that losses are stock's but for rounding: fp32 keeps seven digits."""
+    mine, theirs = (
+        [[float.fromhex(row["lm loss"]) for row in record.iterations] for record in records]
+        for records in (ours, stock)
+    )
+    assert mine == [pytest.approx(losses, rel=1e-6) for losses in theirs]
+
+
 def merged(records: Sequence[Record]) -> dict[str, Any]:
     """What does not depend on which rank and chunk hold a layer: losses, and layers themselves."""
     losses = [

@@ -60,7 +60,7 @@ def test_late_collectives_train_what_stock_trains(case: Case, tmp_path: Path) ->
     ids=("distributed optimizer", "slices"),
 )
 def test_with_one_queue_odd_segments_are_reduced_in_another_group(flags: str, ours: str) -> None:
-    case = Case(name="in turns", flags=f"{flags} {UNTIED}", ours=ours, dp=2)
+    case = Case("in turns", flags=f"{flags} {UNTIED}", dp=2)
     found = run_distributed(_train_with_one_queue, case.num_ranks, case.command(ours))
     assert differences([record for record, _ in found], stock_of(case)) == []
     for _, used in found:
@@ -115,7 +115,7 @@ def test_with_preemption_the_host_fills_no_queue_behind_a_receive() -> None:
     assert fill_a_queue(None) == []
 
 
-@pytest.mark.parametrize("mutation", [MUTATIONS[number] for number in (0, 2, 9, -1)], ids=str)
+@pytest.mark.parametrize("mutation", [MUTATIONS[number] for number in (0, 9, 15)], ids=str)
 def test_a_fault_of_synchronization_shows(mutation: Mutation, tmp_path: Path) -> None:
     # All of them take minutes: tests/stress/gpu_path.py.
     assert found_by(mutation, tmp_path)

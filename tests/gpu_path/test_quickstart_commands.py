@@ -1,10 +1,7 @@
 """The pages' commands for GPUs, as far as they run without: a small model, late device."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 from megatron.fold3d.cli import main
 from megatron.fold3d.config.read_config import read_config
 from tests.distributed import run_distributed
+from tests.end_to_end.test_check import _run as checked
 from tests.end_to_end.training import differences, train
 from tests.gpu_path.late_training import Late, train_late
 
@@ -102,19 +100,11 @@ def test_the_readmes_commands_train_alike_on_the_late_device(
     assert not differences(late, stock)
 
 
-@pytest.mark.processes
+@pytest.mark.gloo
 def test_the_command_for_gpus_passes_the_check_of_a_job() -> None:
     _, ours = commands()
     # Transformer Engine, which the page installs first, cannot be imported without a GPU.
     words = f"{ours} --check --transformer-impl local --no-persist-layer-norm"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "pretrain_gpt.py", *shlex.split(words)],
-        cwd=PAGE.parents[1],
-        env={**os.environ, "WORLD_SIZE": "2"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "can begin: 2 ranks, dp=1 pp=2\nplan: aiao, 2 ranks, 4 segments" in done.stdout
+    ((code, out, err),) = run_distributed(checked, 1, None, shlex.split(words))
+    assert code == 0, err
+    assert out.startswith("can begin: 2 ranks, dp=1 pp=2\nplan: aiao, 2 ranks, 4 segments")

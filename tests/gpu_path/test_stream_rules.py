@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.gpu_path.happens_before import RaceError
-from tests.gpu_path.late_device import Delays, Event, HangError, LateDevice, Stream
+from tests.gpu_path.late_device import Delays, HangError, LateDevice, Stream
 from tests.gpu_path.late_groups import LateGroup
-from tests.gpu_path.late_training import wait_for_reads
 from tests.gpu_path.queued_operators import QueuedOperators
 
 ONE, MANY = 1, 64
@@ -79,16 +78,6 @@ def test_memory_that_another_stream_reads_is_reused_unless_it_is_recorded(
     if not records:
         with pytest.raises(RaceError, match="freed memory writes"):
             device.order.check()
-
-
-def test_freed_memory_goes_to_the_next_of_its_size_on_its_stream(device: LateDevice) -> None:
-    side = device.Stream()
-    tensor = torch.empty(4096)
-    address = tensor.data_ptr()
-    del tensor
-    with device.stream(side):
-        assert torch.empty(4096).data_ptr() != address
-    assert torch.empty(4096).data_ptr() == address
 
 
 # What NCCL keeps.
@@ -186,44 +175,6 @@ def test_an_event_with_time_stops_the_queue_until_it_has_passed(
     assert bool(device.stalls) is timed
 
 
-@one_queue
-def test_an_event_with_time_on_a_stream_that_has_waited_stops_nothing(device: LateDevice) -> None:
-    side = device.Stream()
-    item = side.launch(lambda: None)
-    device.communicates(side, item, "allreduce")
-    device.compute.wait_stream(side)
-    device.Event(enable_timing=True).record()
-    assert not device.stalls
-
-
-@one_queue
-def test_a_callback_makes_a_stream_of_the_pool_wait_which_stops_the_queue(
-    device: LateDevice, group: Callable[..., LateGroup]
-) -> None:
-    streams: list[Stream] = []
-    tensor = torch.ones(64) * 2.0
-    work = group().allreduce([tensor], dist.AllreduceOptions())
-    work.get_future().add_done_callback(lambda _: streams.append(device.current_stream()))
-    assert streams != [device.compute]
-    assert len(device.stalls) == 1
-    with pytest.raises(RaceError, match=r"the one queue stops\n  a callback behind allreduce"):
-        device.check()
-
-
-def test_with_many_queues_neither_matters(
-    device: LateDevice, group: Callable[..., LateGroup]
-) -> None:
-    work = group().allreduce([torch.ones(64) * 2.0], dist.AllreduceOptions())
-    work.get_future().add_done_callback(lambda _: Event(device, enable_timing=True).record())
-    assert not device.stalls
-
-
-def test_the_pool_hands_a_stream_out_again(device: LateDevice) -> None:
-    streams = [device.Stream() for _ in range(33)]
-    assert streams[32] is streams[0]
-    assert len({stream.number for stream in streams}) == 32
-
-
 # The launch limit.
 
 
@@ -244,18 +195,6 @@ def test_the_host_stops_at_the_limit_and_a_send_behind_it_never_starts(
 
     with pytest.raises(HangError, match="the host stands"):
         compute_then_send()
-
-
-def test_below_the_limit_the_host_goes_on(device: LateDevice) -> None:
-    receives, sends = device.Stream(), device.Stream()
-    sent: list[bool] = []
-    receives.launch(lambda: [time.sleep(0.01) for _ in range(100) if not sent], what="receive")
-    device.compute.wait_stream(receives)
-    for _ in range(20):
-        device.compute.launch(lambda: None)
-    sends.launch(lambda: sent.append(True))
-    device.compute.synchronize()
-    assert sent
 
 
 # A communicator.
@@ -283,44 +222,38 @@ def test_a_group_runs_its_collectives_in_order_on_any_stream(
 # The host.
 
 
-@pytest.mark.parametrize("read", ["tolist", "numpy"])
-def test_the_host_reads_memory_when_it_is_computed(device: LateDevice, read: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        wait_for_reads(patch, device)
-        goes_on = blocked(device.compute)
-        threading.Timer(0.1, goes_on.set).start()
-        assert list(getattr(torch.ones(64) * 2.0, read)()) == [2.0] * 64
+def test_freed_memory_goes_to_the_next_of_its_size_on_its_stream(device: LateDevice) -> None:
+    side = device.Stream()
+    tensor = torch.empty(4096)
+    address = tensor.data_ptr()
+    del tensor
+    with device.stream(side):
+        assert torch.empty(4096).data_ptr() != address
+    assert torch.empty(4096).data_ptr() == address
 
 
-def test_operators_of_a_second_thread_are_queued_when_it_says_so(device: LateDevice) -> None:
-    goes_on, mode = blocked(device.compute), _get_current_dispatch_mode()
-    assert isinstance(mode, QueuedOperators)
-    results: list[torch.Tensor] = []
-
-    def compute() -> None:
-        with mode.in_another_thread():
-            results.append(torch.ones(64) * 2.0)
-            results.append(results[0] * 2.0)
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    thread.join(5.0)
-    assert not thread.is_alive()  # it has launched, and nothing has run
-    goes_on.set()
-    assert results[1].sum().item() == 256.0
+# What NCCL keeps.
 
 
-@pytest.mark.parametrize("waits", ["item", "stream", "event", "device"])
-def test_an_action_that_makes_the_host_wait_is_named(device: LateDevice, waits: str) -> None:
-    ways: dict[str, Callable[[], object]] = {
-        "item": lambda: torch.ones(64).sum().item(),
-        "stream": device.compute.synchronize,
-        "event": lambda: device.compute.record_event().synchronize(),
-        "device": device.synchronize,
-    }
-    names: dict[str, Callable[[], object]] = {"wait": ways[waits]}
-    source = "def action():\n    wait()\n"
-    exec(compile(source, "megatron/fold3d/runtime/an_action.py", "exec"), names)
-    names["action"]()
-    with pytest.raises(RaceError, match=r"the host waits\n  megatron/fold3d/runtime/an_action"):
-        device.check()
+def test_the_pool_hands_a_stream_out_again(device: LateDevice) -> None:
+    streams = [device.Stream() for _ in range(33)]
+    assert streams[32] is streams[0]
+    assert len({stream.number for stream in streams}) == 32
+
+
+# The launch limit.
+
+
+def test_below_the_limit_the_host_goes_on(device: LateDevice) -> None:
+    receives, sends = device.Stream(), device.Stream()
+    sent: list[bool] = []
+    receives.launch(lambda: [time.sleep(0.01) for _ in range(100) if not sent], what="receive")
+    device.compute.wait_stream(receives)
+    for _ in range(20):
+        device.compute.launch(lambda: None)
+    sends.launch(lambda: sent.append(True))
+    device.compute.synchronize()
+    assert sent
+
+
+# A communicator.

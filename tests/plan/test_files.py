@@ -58,11 +58,6 @@ def test_the_error_names_the_file(tmp_path: Path):
         read_plan(path)
 
 
-def test_a_missing_file_is_an_os_error(tmp_path: Path):
-    with pytest.raises(FileNotFoundError):
-        read_plan(tmp_path / "plan.txt")
-
-
 def test_a_file_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "MOST_BYTES", 1000)
     with pytest.raises(ValueError, match=r"^/dev/zero: longer than 1000 bytes"):

@@ -15,9 +15,7 @@ from megatron.fold3d.policy.predicted import Predicted, Predictions
 from megatron.fold3d.runtime import auto_schedule
 from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 from megatron.fold3d.runtime.measure import timing
-from megatron.fold3d.runtime.plans import Plans
 from tests.configs import configured
-from tests.plans import planned
 
 AUTO = configured(choice=Choice.plain("auto", num_segments=2), num_ranks=2)
 
@@ -262,17 +260,6 @@ def test_one_table_says_what_was_measured_predicted_tried_and_kept(
             "  afab         1 s        2.5 s",
         ]
     ]
-
-
-def test_plans_are_lowered_as_chosen():
-    plans = Plans(configured(AUTO, auto={"step"}, grad_sync="overlap"))
-    some = choice("aiao", 4, defers=True)
-    assert plans.training(plans.job(4)).programs != planned(some.job.computed).programs
-    assert plans.training(some.job) == planned(some.job.computed, "step=next", shares=(0.5,) * 4)
-    for m in (2, 4):
-        assert plans.job(m).computed == build(
-            "interleaved", num_ranks=2, num_segments=2, num_microbatches=m
-        )
 
 
 @pytest.mark.parametrize(("sharded_s", "tells"), [(0.9, True), (0.99, False)])

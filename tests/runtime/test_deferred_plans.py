@@ -21,14 +21,6 @@ def training(plans: Plans, num_microbatches: int) -> Plan:
     return plans.training(plans.job(num_microbatches))
 
 
-def test_training_waits_before_its_first_forward_and_evaluation_does_not():
-    assert training(plans(0.5), 1).to_text().splitlines() == [
-        "0RECV_B0 0STEP 0F0 0SEND_F0 0B0 0REDUCE_KEPT 0ALL_REDUCE:500 0ALL_REDUCE 0FINALIZE",
-        "1RECV_F0 1STEP 1F0 1B0 1SEND_B0 1REDUCE_KEPT 1ALL_REDUCE:500 1ALL_REDUCE 1FINALIZE",
-    ]
-    assert "STEP" not in plans(0.5).evaluation(1).to_text()
-
-
 def test_an_iteration_that_may_be_clipped_ends_its_sums():
     made = plans(0.5)
     clipped = made.job(1).in_iteration
@@ -83,14 +75,6 @@ REDUCES_EARLY = configured(
     grad_sync="overlap",
     reduces_early=True,
 )
-
-
-def test_a_deferring_run_reduces_early_where_it_is_asked_to():
-    assert training(Plans(REDUCES_EARLY), 2).to_text() == (
-        "1ALL_REDUCE 0STEP 0F0 0F1 1STEP 1F0 1B0 1F1 1B1 "
-        "1W:500 1ALL_REDUCE:499 1W:1000 1REDUCE_KEPT 1ALL_REDUCE:500 0B0 0B1 0W0 0W1 "
-        "0REDUCE_KEPT 0ALL_REDUCE:500 0ALL_REDUCE 1FINALIZE 0FINALIZE\n"
-    )
 
 
 def test_a_deferring_run_in_slices_does_not_reduce_early_as_well():

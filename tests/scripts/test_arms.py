@@ -64,17 +64,6 @@ def test_a_preset_is_a_model_for_the_search_too():
     assert found["auto"][:2] == ["--num-layers", "8"]
 
 
-@pytest.mark.search
-def test_arms_name_the_command_that_has_the_last_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setenv("CLUSTER", "testbedx4")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert main([str(tmp_path), SCRIPT, "--", *f"{JOB} {PIPELINE}".split()]) == 0
-    *_, last = capsys.readouterr().out.splitlines()
-    assert last == f"next, when they have trained: fold3d compare {tmp_path}"
-
-
 @pytest.mark.parametrize(
     ("flags", "environment", "message"),
     [

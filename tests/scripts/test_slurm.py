@@ -110,15 +110,6 @@ def test_tasks_write_to_folders_of_their_own(parser: ArgumentParser, checkout: P
 
 
 @pytest.mark.processes
-def test_the_pages_command_asks_for_a_run(parser: ArgumentParser, checkout: Path):
-    text = (ROOT / "docs/slurm.md").read_text().replace("\\\n", " ")
-    (command,) = re.findall(rf"^sbatch {SCRIPTS}/(a100.sbatch gpt3.*)$", text, re.M)
-    script, *words = command.split()
-    args = parser.parse_args(_asked_for(checkout, script, words))
-    assert (args.train_iters, args.mock_data, args.schedule) == (50, True, "auto")
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("script", "flags", "queues"),
     [

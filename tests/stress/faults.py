@@ -56,6 +56,7 @@ RUN = (
     "--distributed-timeout-minutes 1"
 )
 PIPELINE = "--pipeline-model-parallel-size 2 --segments 2 --global-batch-size 4 --schedule aiao"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TRACKER = "latest_checkpointed_iteration.txt"
 TIMEOUT_S = 12.0  # of transfers, where a case waits for it
 GRACE_S = 40.0  # in which all ranks end after the first
@@ -88,9 +89,9 @@ FEATURES: Mapping[str, Features] = {
     "auto": Features(
         "--pipeline-model-parallel-size 2 --segments 2 --global-batch-size 4 --schedule auto"
     ),
-    "replicas": Features(
-        f"{PIPELINE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-        "--preemptive-comm",
+    "replicas": Features(f"{PIPELINE} {SHARDED} --preemptive-comm", num_ranks=4),
+    "shards": Features(
+        f"{PIPELINE} {SHARDED} --bf16 --segments 3 --num-layers 6 --shard-segments gradients",
         num_ranks=4,
     ),
     "coded gathers": Features(
@@ -506,7 +507,7 @@ class Condition:
 
     def launchers(self) -> Sequence[str]:
         """Return what can start a job that meets it: torchrun expects functions to return."""
-        return ("patient",) if self.is_harmless else LAUNCHERS
+        return LAUNCHERS if self.code and not self.is_harmless else ("patient",)
 
     @contextmanager
     def place(self, folder: Path) -> Iterator[None]:
@@ -769,6 +770,10 @@ def _kill(with_signal: signal.Signals) -> Callable[[Path], None]:
     return kill
 
 
+def _leave(_: Path) -> None:
+    sys.exit(0)
+
+
 def _stop_for_a_while(_: Path) -> None:
     subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -838,6 +843,7 @@ NOTHING = "nothing"
 FAULTS: Mapping[str, Condition] = {
     "SIGKILL": Fault(_kill(signal.SIGKILL), code=-9),
     "SIGTERM": Fault(_kill(signal.SIGTERM), code=-15),
+    "leaves": Fault(_leave, code=0, is_anybodys=True),
     "SIGSTOP": Fault(_kill(signal.SIGSTOP), waits=True, is_anybodys=True, stands=True),
     "SIGSTOP for 1 s": Fault(_stop_for_a_while, is_harmless=True),
     "closed sockets": Fault(_close_sockets, is_anybodys=True),

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed import run_distributed
-from tests.stress.soak import NUM_RANKS, OURS, RUN
+from tests.stress.flag_sets import MODEL
+
+NUM_RANKS = 2
+RUN = (
+    f"{MODEL} --num-layers 4 --micro-batch-size 1 --global-batch-size 2 --eval-iters 0 "
+    "--eval-interval 1000 --pipeline-model-parallel-size 2 --segments 2 --bf16 "
+    "--overlap-grad-reduce --log-interval 100 --distributed-timeout-minutes 1"
+)
+OURS = "--schedule aiao:step=next:share=0.5 --preemptive-comm"
 
 SAMPLES = 10
 WARM_UP = 2  # samples in which pools and caches fill
@@ -26,7 +34,7 @@ def main() -> int:
     """Return 1 if anything has grown."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--iterations", type=int, default=5000)
-    parser.add_argument("--ours", default=OURS, help="flags of the schedule (those of the soak)")
+    parser.add_argument("--ours", default=OURS, help="flags of the schedule")
     parser.add_argument("--ranks", type=int, default=NUM_RANKS)
     options = parser.parse_args()
     ranks = run_distributed(watch, options.ranks, options.iterations, options.ours, timeout_s=36000)

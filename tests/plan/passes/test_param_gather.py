@@ -19,22 +19,6 @@ def test_a_stage_is_gathered_while_the_one_before_is_computed():
     ]
 
 
-def test_the_first_gather_is_the_first_action_and_transfers_go_before_the_others():
-    plan = build("aiao", num_ranks=2, num_segments=2, num_microbatches=2)
-    assert rows(planned(add_param_gather(plan))) == [
-        (
-            "0ALL_GATHER 2ALL_GATHER 0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 "
-            "2RECV_F1 2F0 2SEND_F0 2RECV_B0 2F1 2SEND_F1 2RECV_B1 2B0 2SEND_B0 "
-            "0RECV_B0 2B1 2SEND_B1 2REDUCE_SCATTER 0RECV_B1 0B0 0B1 0REDUCE_SCATTER 2STEP 0STEP"
-        ),
-        (
-            "1RECV_F0 1ALL_GATHER 3ALL_GATHER 1RECV_F1 1F0 1SEND_F0 3RECV_F0 1F1 "
-            "1SEND_F1 3RECV_F1 3F0 3B0 3SEND_B0 1RECV_B0 3F1 3B1 3SEND_B1 "
-            "3REDUCE_SCATTER 1RECV_B1 1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE_SCATTER 3STEP 1STEP"
-        ),
-    ]
-
-
 def test_a_plan_that_gathers_is_left_as_it_is():
     plan = Plan.from_text("0ALL_GATHER 1ALL_GATHER 0F0 1F0 1B0 0B0")
     assert add_param_gather(plan) is plan

@@ -12,7 +12,6 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 from tests.plans import planned, verified, whole_at_once
 
-SUMS = "0REDUCE_KEPT 0REDUCE_SCATTER 0FINALIZE"
 BOTH: dict[str, Any] = {"shards": "gradients"}
 
 
@@ -35,21 +34,6 @@ def test_delayed_weight_gradients_are_reduced_before_they_are_freed():
     plan = planned(aiao(2, 4), "wgrad=last@2", **BOTH)
     verify(plan)
     assert whole_at_once(plan, gradients=1.0) == (3, 3)
-
-
-def test_gradients_that_are_reduced_in_the_next_iteration_are_freed_before_its_forwards():
-    plan = planned(aiao(2, 4), "step=next", **BOTH, shares=(0.5,) * 8)
-    verify(plan)
-    assert whole_at_once(plan, gradients=1.0) == (4, 4)
-    for program in plan.programs:
-        actions = [(stage, op) for stage, op, _ in program]
-        for stage in {stage for stage, _ in actions}:
-            free = actions.index((stage, Op.FREE_GRAD))
-            assert actions[free - 1 : free + 2 : 2] == [
-                (stage, Op.STEP),
-                (stage, Op.ALL_GATHER),
-            ]
-            assert free < actions.index((stage, Op.FORWARD))
 
 
 def test_a_plan_that_frees_already_is_left_as_it_is():

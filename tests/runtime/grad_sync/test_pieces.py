@@ -20,22 +20,18 @@ from megatron.fold3d.runtime.grad_sync.stage_gradients import (
 )
 from megatron.fold3d.runtime.grad_sync.sums import Sums
 from tests.distributed import run_distributed
+from tests.runtime.grad_sync.buckets import bucket_of, group_of
 
 A, B, C = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
 
 
-class Bucket(SimpleNamespace):
-    """Like Megatron's, equal to itself only."""
-
-    __hash__ = object.__hash__
-    params_with_extra_main_grads = ()
+RANGES = {A: (0, 2), B: (2, 5), C: (5, 10)}
 
 
 @pytest.fixture
 def bucket() -> Any:
     """Ten gradients: of A the first two, of B the next three, of C the last five."""
-    ranges = {A: (0, 2), B: (2, 5), C: (5, 10)}
-    return Bucket(grad_data=torch.arange(10.0), params=[C, B, A], param_to_index=ranges)
+    return bucket_of(torch.arange(10.0), RANGES)
 
 
 def numbers(parts: Any) -> list[list[int]]:
@@ -62,18 +58,7 @@ def test_slices_of_a_part_begin_and_end_with_it(bucket: Any):
 
 def test_each_gradient_is_scaled_and_handed_over_once(bucket: Any):
     bucket.gradient_scaling_factor = 2.0
-    config = SimpleNamespace(
-        check_for_nan_in_grad=False,
-        check_for_large_grads=False,
-        use_distributed_optimizer=False,
-        average_in_collective=False,
-    )
-    group = SimpleNamespace(
-        buckets=[bucket],
-        ddp_config=config,
-        data_parallel_group=None,
-        grad_reduce_finished=False,
-    )
+    group = group_of(bucket, None)
     chunk = SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[])
     gradients = StageGradients(chunk, frozenset(), 1 << 60)
 
@@ -92,12 +77,6 @@ def test_each_gradient_is_scaled_and_handed_over_once(bucket: Any):
     ]
     assert numbers(view for piece in gradients.take(1000) for view in piece.views) == []
     assert group.grad_reduce_finished
-
-
-def test_a_slice_is_a_view_of_the_bucket(bucket: Any):
-    for part in slices(bucket, {B}, 16, 0, 10):
-        part.zero_()
-    assert bucket.grad_data.int().tolist() == [0, 0, 2, 3, 4, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -140,12 +119,6 @@ def test_what_is_reduced_in_the_iteration_of_one_shard_is_so_of_all(bucket: Any)
     assert list(outside([], 5)) == [(0, 5)]
 
 
-def test_a_piece_of_shards_is_the_same_part_of_every_shard(bucket: Any):
-    part = sharded(bucket.grad_data, 1, 3)
-    assert numbers(part.views) == [[1, 2], [6, 7]]
-    assert (part.num_elements, part.num_bytes) == (4, 16)
-
-
 @pytest.mark.parametrize(
     ("left", "first", "rest"),
     [
@@ -183,22 +156,7 @@ def _start_in_parts() -> list[int]:
 
     Piece.reduce = counted  # type: ignore[method-assign]
     dist.init_process_group("gloo")
-    ranges = {A: (0, 2), B: (2, 5), C: (5, 10)}
-    whole = Bucket(
-        grad_data=torch.arange(10.0),
-        params=[C, B, A],
-        param_to_index=ranges,
-        gradient_scaling_factor=1.0,
-    )
-    config = SimpleNamespace(
-        check_for_nan_in_grad=False,
-        check_for_large_grads=False,
-        use_distributed_optimizer=False,
-        average_in_collective=False,
-    )
-    group = SimpleNamespace(
-        buckets=[whole], ddp_config=config, data_parallel_group=dist.group.WORLD
-    )
+    group = group_of(bucket_of(torch.arange(10.0), RANGES), dist.group.WORLD)
     chunk = Chunk(1, 1)
     chunk.bucket_groups, chunk.expert_parallel_bucket_groups = [group], []
     sums = Sums(UNHEARD, [chunk])

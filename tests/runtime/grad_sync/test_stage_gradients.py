@@ -10,16 +10,10 @@ import torch.distributed as dist
 from megatron.fold3d.runtime.grad_sync import stage_gradients
 from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients, spread
 from tests.distributed import run_distributed
+from tests.runtime.grad_sync.buckets import bucket_of, group_of
 
 # Of a bucket of 12 gradients and three replicas: within a shard, over two edges, up to the ends.
 PARTS = ((5, 7), (3, 5), (7, 12), (0, 3))
-
-
-class Bucket(SimpleNamespace):
-    """Like Megatron's, equal to itself only."""
-
-    __hash__ = object.__hash__
-    params_with_extra_main_grads = ()
 
 
 @pytest.mark.gloo
@@ -44,24 +38,7 @@ def _reduce_parts(most_balanced: int) -> tuple[list[int], list[float], list[floa
     expected = torch.empty(4)
     dist.reduce_scatter_tensor(expected, data.clone())
     of_parts = {torch.nn.Parameter(torch.zeros(1)): part for part in PARTS}
-    bucket_group = Bucket(
-        buckets=[
-            Bucket(
-                grad_data=data,
-                params=list(of_parts),
-                param_to_index=of_parts,
-                gradient_scaling_factor=1.0,
-            )
-        ],
-        ddp_config=SimpleNamespace(
-            check_for_nan_in_grad=False,
-            check_for_large_grads=False,
-            average_in_collective=False,
-            use_distributed_optimizer=True,
-            reduce_scatter_with_fp32_accumulation=False,
-        ),
-        intra_distributed_optimizer_instance_group=group,
-    )
+    bucket_group = group_of(bucket_of(data, of_parts), group, is_sharded=True)
     chunk = SimpleNamespace(bucket_groups=[bucket_group], force_all_reduce=False)
     gradients, unfinished = StageGradients(chunk, frozenset(), 1 << 60), list(of_parts)
     transfers = []
@@ -101,14 +78,8 @@ def test_parameters_are_spread_over_shards(
     is_sharded: bool, force_all_reduce: bool, a_there: list[int], b_there: list[int]
 ):
     a, b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-    ranges = {a: (1, 3), b: (3, 11)}
-    bucket = Bucket(grad_data=torch.zeros(12), params=[a, b], param_to_index=ranges)
-    group = Bucket(
-        buckets=[bucket],
-        ddp_config=SimpleNamespace(use_distributed_optimizer=is_sharded),
-        intra_distributed_optimizer_instance_group=Group(),
-        data_parallel_group=Group(),
-    )
+    bucket = bucket_of(torch.zeros(12), {a: (1, 3), b: (3, 11)})
+    group = group_of(bucket, Group(), is_sharded=is_sharded)
     chunk = SimpleNamespace(bucket_groups=[group], force_all_reduce=force_all_reduce)
     assert spread(chunk, {a}) == a_there
     assert spread(chunk, {b}) == b_there

@@ -111,6 +111,14 @@ def run(
     return [*gradients, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+def check_equal(
+    program: Sequence[Action], model: torch.nn.Module, layer: Layer, offloader: Offloader
+) -> None:
+    """Check that gradients are those without offloading, bit for bit."""
+    ours, theirs = (run(program, model, layer, which) for which in (offloader, None))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def queue(m: int, **options: Any) -> Plan:
     words = [f"0F{i}" for i in range(m)] + [f"0B{i}" for i in range(m)]
     return add_offload(Plan.from_text(" ".join(words)), **options)
@@ -130,9 +138,7 @@ def test_gradients_are_the_same_bits(copies: Callable[..., Copies], options: dic
     offloader.depth = options.get("depth", 1)
 
     for number in range(3):
-        ours = run(plan.programs[0], model, model, offloader)
-        theirs = run(plan.programs[0], model, model, None)
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        check_equal(plan.programs[0], model, model, offloader)
         assert offloader.held == 0
         if number == 0:  # nothing has said yet what it takes, so all of it stays
             assert (offloader.peak, offloader.pool.num_growths) == (8, 0)
@@ -148,9 +154,7 @@ def test_what_recomputation_starts_from_is_all_that_auto_moves():
     with apply([*cpu.patches(), checkpoint.patch(offloader)]):
         layer = recomputed(model)
         for _ in range(2):
-            ours = run(plan.programs[0], model, layer, offloader)
-            theirs = run(plan.programs[0], model, layer, None)
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            check_equal(plan.programs[0], model, layer, offloader)
             assert offloader.pool.high_water_bytes == 6 * 8 * HIDDEN * 4  # one input each
     assert (offloader.pool.num_bytes, offloader.pool.num_growths) == (6 * 8 * HIDDEN * 4, 1)
 
@@ -164,20 +168,11 @@ def test_too_little_memory_keeps_the_rest_of_the_first_iteration_on_the_device(
     with caplog.at_level("INFO"):
         for _ in range(2):
             before = offloader.num_reloads
-            ours = run(plan.programs[0], model, model, offloader)
-            theirs = run(plan.programs[0], model, model, None)
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            check_equal(plan.programs[0], model, model, offloader)
             moved.append(offloader.num_reloads - before)
     assert moved == [2, 6]
     assert f"have {6 * size:,} bytes of host memory from now on, {2 * size:,} until" in caplog.text
     assert f"--activation-memory-bytes {6 * size} gives all of it" in caplog.text
-
-
-def test_weights_and_small_tensors_stay():
-    model, plan = torch.nn.LayerNorm(HIDDEN), queue(4)
-    offloader = Offloader(ROOMY)
-    run(plan.programs[0], model, model, offloader)
-    assert offloader.copies.num_tensors == 2 * 4  # the input alone, not means and deviations
 
 
 def test_a_storage_leaves_once_however_many_views_are_saved():
@@ -188,11 +183,7 @@ def test_a_storage_leaves_once_however_many_views_are_saved():
         return halves[: 4 * HIDDEN].sin() * halves[4 * HIDDEN :].cos()
 
     offloader = Offloader(ROOMY, copies=LateCopies())
-    ours = run(plan.programs[0], model, layer, offloader)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(ours, run(plan.programs[0], model, layer, None), strict=True)
-    )
+    check_equal(plan.programs[0], model, layer, offloader)
     largest = 8 * HIDDEN * 4  # `halves` as a whole; its sine and cosine are half as large
     assert offloader.pool.high_water_bytes == 4 * 2 * largest
 
@@ -240,9 +231,7 @@ def test_auto_leaves_on_the_device_what_finds_no_room_on_the_host(
         for moved in (0, 3):  # nothing has said before the first what it takes
             program = offloaded(plan.programs[0], offloader.choice(plan.programs[0]))
             before = offloader.num_reloads
-            ours = run(program, model, layer, offloader)
-            theirs = run(program, model, layer, None)
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            check_equal(program, model, layer, offloader)
             assert (offloader.num_reloads - before, offloader.held) == (moved, 0)
     assert f"8 activations of {size:,} bytes should leave, the host has memory for 3" in caplog.text
     assert taken == [3 * size]
@@ -272,12 +261,3 @@ def test_the_device_forgets_what_has_left():
     with pytest.raises(RuntimeError, match="RELOAD comes first"):
         y.backward()
     del z
-
-
-def test_copies_are_batched():
-    copies = Copies(CPU, batch=4)
-    sources = [torch.rand(n) for n in range(1, 11)]
-    targets = [torch.empty(n) for n in range(1, 11)]
-    copies.wait(copies.to_host(targets, sources))
-    assert all(torch.equal(a, b) for a, b in zip(targets, sources, strict=True))
-    assert (copies.num_tensors, copies.num_calls) == (10, 3)

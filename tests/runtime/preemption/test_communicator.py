@@ -4,8 +4,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -179,28 +177,3 @@ def test_a_slice_that_is_late_ends_the_wait_of_every_rank_only_after_the_timeout
     late = r"all-reduce 1 over ranks \[0, 1, 2, 3\], slice [34] of 16: "  # both are under way
     for failure in caught.value.failures:
         assert re.search(late, failure.text)
-
-
-LEAVES_WITHOUT_A_WORD = """
-import logging, torch, torch.distributed as dist
-logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that there is no GPU
-from datetime import timedelta
-from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-communicator = PreemptiveCommunicator(slice_bytes=4096, timeout=timedelta(seconds=60))
-communicator.connect([])
-group = communicator.group(dist.new_group())
-tasks = [dist.all_reduce(torch.zeros(1 << 20), group=group, async_op=True) for _ in range(3)]
-"""
-
-
-@pytest.mark.processes
-@BUILT
-def test_a_process_that_forgets_to_close_still_ends():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LEAVES_WITHOUT_A_WORD],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (0, "")

@@ -64,14 +64,6 @@ def test_an_iteration_goes_to_the_writers_that_there_are():
     assert wandb.rows == [({**expected, "fold3d/iteration": 7}, 7)]
 
 
-def test_an_iteration_that_is_known_late_goes_to_the_step_that_is_open():
-    wandb = Wandb()
-    metrics = Metrics(lambda: None, lambda: wandb)
-    wandb.log({}, 8)  # Megatron's
-    metrics.write(ROW)
-    assert (wandb.rows[-1][0]["fold3d/iteration"], wandb.rows[-1][1]) == (7, 8)
-
-
 def test_nothing_is_written_to_a_run_that_is_finished():
     wandb = Wandb()
     wandb.run = None

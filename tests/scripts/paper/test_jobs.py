@@ -21,7 +21,6 @@ from scripts.paper.systems import SYSTEMS
 from tests.commands.traces import write_traces
 from tests.distributed import run_distributed
 from tests.end_to_end.test_bert import data as bert_data  # noqa: F401  # a fixture
-from tests.end_to_end.test_check import ROOT
 from tests.end_to_end.test_check import _run as checked
 
 LINE = (
@@ -248,25 +247,6 @@ def test_what_ran_is_drawn_as_measured_with_its_spread(
     assert "5000 [4998-5002]" in svg  # of its description
 
 
-@pytest.mark.stress
-@pytest.mark.processes
-@pytest.mark.timeout(600)  # 60 s of an idle machine
-def test_an_ablation_is_collected_from_the_testbed(tmp_path: Path):
-    as_user = ["unshare", "--user", "--map-root-user"]
-    if subprocess.run([*as_user, "unshare", "--net", "true"], capture_output=True).returncode:
-        pytest.skip("users may not make namespaces here")
-    tasks_of("ablation", tmp_path)
-    subprocess.run([*as_user, "bash", tmp_path / "testbedx4.sh", "0", "3"], cwd=ROOT, check=True)
-    result = collect("ablation", command.EXPERIMENTS["ablation"], tmp_path)
-    gains, _ = (grid for grid in result.grids if grid.columns)
-    measured = {n.row: n for n in gains.numbers if n.ours is not None}
-    assert gains.columns == ["testbed 180 Mb/s"]
-    assert list(measured) == ["megatron", "aiao"]
-    assert measured["megatron"].ours == 1.0
-    low, high = measured["aiao"].spread or (0.0, 0.0)
-    assert low <= measured["aiao"].ours <= high
-
-
 def test_columns_of_a_table_come_from_the_trace_and_its_iteration_from_the_log(tmp_path: Path):
     tasks, _ = tasks_of("table2", tmp_path)
     first = tasks[0]
@@ -302,11 +282,3 @@ def test_a_folder_of_another_experiment_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"tasks.json has other tasks, .* name another folder, or"):
         tasks_of("fig2", tmp_path)
     tasks_of("fig14", tmp_path)  # the same again
-
-
-def test_nothing_is_collected_before_a_job_has_run(tmp_path: Path):
-    tasks_of("fig14", tmp_path)
-    with pytest.raises(
-        ValueError, match=r"no job has ended: not ended in .*/a100x128: 0 megatron, 1 f"
-    ):
-        collect("fig14", command.EXPERIMENTS["fig14"], tmp_path)

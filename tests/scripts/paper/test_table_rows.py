@@ -51,13 +51,6 @@ def test_the_fitted_constants_are_what_the_paper_saw(constants):
     assert 0.003 < constants.task_overhead_s < 0.007
 
 
-def test_the_aiao_rows_beat_megatrons(tables, constants):
-    for row in tables.rows:
-        if row["system"] == "Fold3D":
-            predicted = sum(predict(tables, row, constants).values())
-            assert predicted < published_ms(tables.measured(row))
-
-
 def test_layers_that_no_number_of_stages_divides_are_split_as_evenly_as_they_can_be(
     tables, constants
 ):
