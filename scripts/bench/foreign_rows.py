@@ -26,6 +26,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from megatron.fold3d.commands.pictures import as_bytes, figure
+from megatron.fold3d.observe.report.palette import PLAIN, SERIES
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.schedule_word import STOCK
 from megatron.fold3d.policy.partition import layers_of_stages
@@ -272,18 +273,18 @@ def _lines(found: Sequence[Compared], scaled: Set[str]) -> Iterator[tuple[str, .
 def draw(found: Sequence[Compared]) -> bytes:
     """Return predicted against measured seconds, open and held rows, as an SVG."""
     title = "Iterations that others measured, and what is predicted"
-    picture = figure("--svg", 7.5, 6)
+    picture = figure("--svg", 450)
     axes = picture.subplots()
     times = [s for one in found for s in (one.row.seconds, one.predicted)]
     ends = min(times) / 1.2, max(times) * 1.2
-    axes.fill_between(ends, [0.9 * s for s in ends], [1.1 * s for s in ends], color="0.9")
-    axes.plot(ends, ends, color="0.6", linewidth=1)
+    axes.fill_between(ends, [0.9 * s for s in ends], [1.1 * s for s in ends], color=PLAIN["row"])
+    axes.plot(ends, ends, color=PLAIN["line"], linewidth=1)
     kinds = dict.fromkeys(one.row.table.split()[0] for one in found)
     for number, kind in enumerate(kinds):
         for held in (False, True):
             some = [c for c in found if c.compared and c.row.held is held]
             some = [c for c in some if c.row.table.startswith(kind)]
-            colour = f"C{number}"
+            colour = SERIES[number]
             axes.plot(
                 [c.row.seconds for c in some],
                 [c.predicted for c in some],
@@ -295,7 +296,7 @@ def draw(found: Sequence[Compared]) -> bytes:
             )
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
     axes.set(xlabel="measured, seconds", ylabel="predicted, seconds; grey: within 10%")
-    axes.legend(fontsize=8)
+    axes.legend()
     return as_bytes(picture, title)
 
 
