@@ -59,8 +59,6 @@ def patches() -> tuple[Patch, ...]:
             )
             for name, ours, parameters in of_cuda
         ),
-        replace(
-            f"{_RANDOM}:_set_cuda_rng_state", _set_state, parameters="new_state /"
-        ),
+        replace(f"{_RANDOM}:_set_cuda_rng_state", _set_state, parameters="new_state /"),
         replace(f"{_RANDOM}:CudaRNGStatesTracker.fork", _fork, parameters="self name /"),
     )

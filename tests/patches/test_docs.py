@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fold3d_patches import parsed_once
 from fold3d_patches.schedule import finished_sums
+from scripts import try_torch
 from tests.patches.test_upstream import PATCHES
 
 ROOT = Path(__file__).parents[2]
@@ -17,6 +18,10 @@ def test_the_page_names_each_patch_and_no_other() -> None:
     symbols = re.findall(r"`([\w.]+:[\w.]+)`", section)
     of_older = (*parsed_once.patches(), *finished_sums.patches())
     assert {*symbols} == {patch.target for patch in (*PATCHES, *of_older)}
+
+
+def test_the_page_has_the_pairs_that_were_tried() -> None:
+    assert try_torch.printed(PAGE.read_text()) == PAGE.read_text()
 
 
 def test_each_patch_says_why_what_changes_and_when_it_can_go() -> None:

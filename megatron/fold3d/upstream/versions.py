@@ -5,9 +5,11 @@ another name, in another form, or not at all. Each entry says until which versio
 entry can go when `MEGATRON` begins there.
 """
 
+import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,11 +33,18 @@ _LATER_FLAGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def tried(megatron: str, torch: str) -> str:
+    """Return how the tests ended with two versions as ``0.19.2``; empty if nobody tried them."""
+    rows = json.loads(Path(__file__).with_name("tried.json").read_text(encoding="utf-8"))
+    found = [row for row in rows if (row["megatron-core"], row["torch"]) == (megatron, torch)]
+    return "".join(f"on {row['date']}: {row['result']}" for row in found)
+
+
 def is_before(version: str) -> bool:
     """Return True if the Megatron-core that is imported is older than a version as ``0.19``."""
     from megatron.core.package_info import MAJOR, MINOR
 
-    return (MAJOR, MINOR) < tuple(map(int, version.split(".")))
+    return tuple(map(int, version.split("."))) > (MAJOR, MINOR)
 
 
 def add_later_flags(parser: ArgumentParser) -> None:
@@ -104,8 +113,8 @@ def pretrain(
 ) -> None:
     """Train a model of `gpt_config_from_args`. Until 0.19; before 0.18 with less to hand over."""
     from megatron.core.enums import ModelType
-    from megatron.training import pretrain as upstream
     from megatron.training import argument_utils
+    from megatron.training import pretrain as upstream
 
     kind = ModelType.encoder_or_decoder
     if not is_before("0.19"):
@@ -146,7 +155,7 @@ def get_batch_on_this_tp_rank(
     import torch
 
     size, length = where["micro_batch_size"], where["seq_length"]
-    kinds = {name: (torch.int64, (size, length)) for name in ("tokens", "labels", "position_ids")}
+    kinds = dict.fromkeys(("tokens", "labels", "position_ids"), (torch.int64, (size, length)))
     kinds["loss_mask"] = torch.float32, (size, length)
     if where["create_attention_mask_in_dataloader"]:
         kinds["attention_mask"] = torch.bool, (size, 1, length, length)
@@ -267,8 +276,8 @@ def _layers(config: Any, spec: Any, vp_stage: int | None) -> tuple[Any, Any]:
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.models.gpt.heterogeneous import heterogeneous_layer_specs
-    from megatron.core.transformer.heterogeneous import heterogeneous_config
     from megatron.core.transformer import spec_utils
+    from megatron.core.transformer.heterogeneous import heterogeneous_config
 
     engine = config.transformer_impl == "transformer_engine"
     norms = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
