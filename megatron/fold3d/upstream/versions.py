@@ -32,6 +32,14 @@ _LATER_FLAGS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+_OLD_COLLECTIVES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+
 
 def tried(megatron: str, torch: str) -> str:
     """Return how the tests ended with two versions as ``0.19.2``; empty if nobody tried them."""
@@ -52,6 +60,23 @@ def add_later_flags(parser: ArgumentParser) -> None:
     known = {action.dest for action in parser._actions}
     for flags in _LATER_FLAGS.values():
         parser.set_defaults(**{name: flags[name] for name in flags.keys() - known})
+
+
+def collective(name: str) -> str:
+    """Return what this torch calls a method of process groups. Until torch 2.13.
+
+    A method tells more than a version, since builds of 2.13.0a0 have either.
+    """
+    from torch.distributed import ProcessGroup
+
+    return name if hasattr(ProcessGroup, "all_gather_single") else _OLD_COLLECTIVES.get(name, name)
+
+
+def with_collectives(group: type[Any]) -> type[Any]:
+    """Give a class of process groups this torch's names for its methods. Until torch 2.13."""
+    for name in vars(group).keys() & _OLD_COLLECTIVES.keys():
+        setattr(group, collective(name), vars(group)[name])
+    return group
 
 
 def copy_optimizer_param_metadata(destination: Any, source: Any) -> None:
@@ -129,7 +154,7 @@ def pretrain(
         builder = getattr(import_module(module), name)(model)
         return builder.build_model(options["pg_collection"], pre_process, post_process, vp_stage)
 
-    containers = ()
+    containers: tuple[Any, ...] = ()
     if not is_before("0.18"):
         containers = (argument_utils.pretrain_cfg_container_from_args(args, model),)
     upstream(*containers, datasets, provide, kind, forward_step)
@@ -155,7 +180,9 @@ def get_batch_on_this_tp_rank(
     import torch
 
     size, length = where["micro_batch_size"], where["seq_length"]
-    kinds = dict.fromkeys(("tokens", "labels", "position_ids"), (torch.int64, (size, length)))
+    kinds: dict[str, tuple[Any, tuple[int, ...]]] = dict.fromkeys(
+        ("tokens", "labels", "position_ids"), (torch.int64, (size, length))
+    )
     kinds["loss_mask"] = torch.float32, (size, length)
     if where["create_attention_mask_in_dataloader"]:
         kinds["attention_mask"] = torch.bool, (size, 1, length, length)
