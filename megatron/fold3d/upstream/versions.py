@@ -180,10 +180,13 @@ def get_batch_on_this_tp_rank(
     import torch
 
     size, length = where["micro_batch_size"], where["seq_length"]
-    kinds: dict[str, tuple[Any, tuple[int, ...]]] = dict.fromkeys(
-        ("tokens", "labels", "position_ids"), (torch.int64, (size, length))
-    )
-    kinds["loss_mask"] = torch.float32, (size, length)
+    whole = torch.int64, (size, length)
+    kinds: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "tokens": whole,
+        "labels": whole,
+        "position_ids": whole,
+        "loss_mask": (torch.float32, (size, length)),
+    }
     if where["create_attention_mask_in_dataloader"]:
         kinds["attention_mask"] = torch.bool, (size, 1, length, length)
     if where["tp_rank"]:
