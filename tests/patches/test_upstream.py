@@ -115,7 +115,8 @@ def test_all_patches_fit_together() -> None:
 
 
 def test_no_module_of_megatron_holds_a_patched_symbol_under_another_name() -> None:
-    patched = {id(symbol(patch.target)): patch for patch in PATCHES}
+    own_names = [patch.target for patch in parsed_once.patches()]  # of one module, on purpose
+    patched = {id(symbol(p.target)): p for p in PATCHES if p.target not in own_names}
     forgotten = [
         f"{name}:{attribute} is {patch.target}"
         for name, module in list(sys.modules.items())
