@@ -1,11 +1,11 @@
 # Every target works in a fresh clone; the logic is in scripts/. Arguments: make test ARGS="-k plan"
 ARGS ?=
 
-.PHONY: help planner venv extension demo quick test stress check build-cuda clean
+.PHONY: help planner venv extension demo quick test test-versions stress check build-cuda clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 planner:  ## make .venv with the `fold3d` command alone: seconds, without torch and Megatron
 	@scripts/venv.sh planner
@@ -24,6 +24,9 @@ quick: venv  ## run the tests that take little time and start no other process; 
 
 test: venv  ## run all tests: half an hour on two cores
 	@scripts/test.sh $(ARGS)
+
+test-versions: venv  ## short tests with the oldest and the newest torch and Megatron-core; a network
+	@scripts/test_versions.sh
 
 stress: venv  ## fuzz against stock for STRESS_MINUTES, meet faults and restart
 	@scripts/stress.sh

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fold3d_patches.registry import Patch, apply, combined
+from megatron.fold3d.upstream import versions
 
 if TYPE_CHECKING:
     from megatron.fold3d.config.fold3d_config import Fold3DConfig
@@ -31,10 +32,12 @@ def install_platform(device: str) -> ExitStack:
     Raises:
         PatchError: the installed Megatron is not the one the patches were written for.
     """
-    from fold3d_patches import compile_helpers, cpu, many_queues, unfused_layers
+    from fold3d_patches import compile_helpers, cpu, many_queues, parsed_once, unfused_layers
     from megatron.fold3d.config.gpu_settings import has_fusion_kernel, has_many_queues
 
     patches = [compile_helpers.patch()]
+    if versions.pretrain_parses_flags():
+        patches += parsed_once.patches()
     if device == "cpu":
         patches += cpu.patches()
     else:
@@ -99,6 +102,10 @@ def install_schedule(
         executor = Executor(plans, [part for part in parts if not isinstance(part, Patch)])
         patches += [get_forward_backward_func.patch(executor), *script_settings.patches()]
         patches += [part for part in parts if isinstance(part, Patch)]
+        if versions.sums_are_awaited_once():
+            from fold3d_patches.schedule import finished_sums
+
+            patches += finished_sums.patches()
     with apply(combined(patches)) as stack:
         if run.tracer is not None:
             stack.enter_context(run.tracer)

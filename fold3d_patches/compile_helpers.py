@@ -19,4 +19,4 @@ def _unless_built(upstream: Callable[[], None]) -> None:
 
 def patch() -> Patch:
     """The build of the dataset index helpers."""
-    return around("megatron.core.datasets.utils:compile_helpers", _unless_built, parameters="")
+    return around("megatron.core.datasets.utils:compile_helpers", _unless_built)

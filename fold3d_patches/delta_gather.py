@@ -17,12 +17,12 @@ def patches(delta: DeltaGather) -> tuple[Patch, ...]:
         around(
             "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads",
             delta.step,
-            parameters="self",
+            parameters="self /",
         ),
         around(
             "megatron.core.distributed.param_and_grad_buffer"
             ":_ParamAndGradBucketGroup.start_param_sync",
             delta.start,
-            parameters="self force_sync",
+            parameters="self / force_sync",
         ),
     )

@@ -14,11 +14,10 @@ from megatron.fold3d.config.gpu_settings import BLACKWELL
 def patch() -> Patch:
     """The generation of the GPU, as Megatron's validation asks for it."""
     return replace(
-        "megatron.training.utils.common_utils:get_device_arch_version",
+        "megatron.training.utils:get_device_arch_version",
         lambda: BLACKWELL,
         rebinds=(
-            "megatron.training.utils:get_device_arch_version",
+            "megatron.training.utils.common_utils:get_device_arch_version",
             "megatron.training.arguments:get_device_arch_version",
         ),
-        parameters="",
     )

@@ -20,9 +20,11 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from megatron.fold3d.upstream import versions
+
 logger = logging.getLogger(__name__)
 
-MEGATRON = SpecifierSet(">=0.19.0,<0.20")
+MEGATRON = SpecifierSet(versions.MEGATRON)
 
 _ABSENT: Any = object()
 _patched: set[tuple[int, str]] = set()  # (id of the owner, name) of each symbol patched now
@@ -41,14 +43,14 @@ class Patch:
         make: takes the upstream object (a static or class method's function) and returns the
             replacement.
         rebinds: names in other modules that are bound to the same object, spelled like ``target``.
-        parameters: the names of all upstream parameters, in order with spaces between, if the
-            replacement relies on them.
+        parameters: the names of the upstream parameters that the replacement relies on, with
+            spaces between. Those before a ``/`` are given by position: upstream's begin so.
     """
 
     target: str
     make: Callable[[Any], Any]
     rebinds: tuple[str, ...] = ()
-    parameters: str | None = None
+    parameters: str = ""
 
 
 def replace(target: str, ours: Any, **others: Any) -> Patch:
@@ -139,13 +141,7 @@ def _install(patch: Patch, undo: ExitStack) -> None:
     upstream = inspect.getattr_static(owner, name)
     wrap = type(upstream) if isinstance(upstream, staticmethod | classmethod) else None
     function = upstream.__func__ if wrap else upstream
-    if patch.parameters is not None:
-        found = " ".join(inspect.signature(function).parameters)
-        if found != patch.parameters:
-            raise PatchError(
-                f"{patch.target} takes ({found}) here, the patch was written for "
-                f"({patch.parameters}); read what upstream changed, then update the patch"
-            )
+    _check_parameters(patch, function)
     made = patch.make(function)
     ours = wrap(made) if wrap else made
     inherited = name not in vars(owner)
@@ -159,6 +155,19 @@ def _install(patch: Patch, undo: ExitStack) -> None:
         # site is visited now, and again when the stack closes.
         _rebind(site, upstream, ours)
         undo.callback(_rebind, site, ours, upstream)
+
+
+def _check_parameters(patch: Patch, function: Any) -> None:
+    if not patch.parameters:
+        return
+    found = list(inspect.signature(function).parameters)
+    by_position, _, by_name = patch.parameters.rpartition("/")
+    first = by_position.split()
+    if found[: len(first)] != first or not set(by_name.split()) <= set(found):
+        raise PatchError(
+            f"{patch.target} takes ({' '.join(found)}) here, the patch relies on "
+            f"({patch.parameters}); read what upstream changed, then update the patch"
+        )
 
 
 def _locate(symbol: str) -> tuple[Any, str]:

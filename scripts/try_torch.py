@@ -1,55 +1,90 @@
-"""Which tests pass with other versions of torch, without changing this environment.
+"""Which tests pass with other versions of torch and Megatron-core; this environment stays as it is.
 
-    .venv/bin/python scripts/try_torch.py                # the pinned and the newest
-    .venv/bin/python scripts/try_torch.py 2.14.1 --keep ~/torches
+    .venv/bin/python scripts/try_torch.py                          # the oldest and the newest pair
+    .venv/bin/python scripts/try_torch.py 2.10.0 2.14.1:0.18.2 --keep ~/versions
+    .venv/bin/python scripts/try_torch.py --short --keep ~/versions  # what CI runs
 
-Puts each version, with what it depends on, into a folder in front of all that Python imports.
-Builds the C++ scheduler for it in a copy of the work tree, and runs `tests/patches` and
-`tests/gpu_path` there. Prints one row per version. Exits with 0 if all is well, 1 if not, 2 if a
-version cannot be installed, so a CI job can call it. A version takes 6 GB and ten minutes.
+Puts each version, torch with what it depends on, into a folder in front of all that Python imports.
+Builds the C++ scheduler for it in a copy of the work tree, and runs tests there. Prints one row per
+pair; `--write` notes it in `tried.json`, which `fold3d doctor` reads, and in docs/compatibility.md.
+Exits with 0 if all is well, 1 if not, 2 if a version cannot be installed. A torch takes 6 GB, a
+pair ten minutes; `--short` takes half of them.
 """
 
 import argparse
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-VERSIONS = ("2.13.0", "2.15.0")
+TRIED = ROOT / "megatron/fold3d/upstream/tried.json"
+PAGE = ROOT / "docs/compatibility.md"
+PAIRS = ("2.9.1:0.17.1", "2.14.1:0.19.2")
+MEGATRON = "0.19.2"
 TESTS = ("tests/patches", "tests/gpu_path")
+# Of the table of comparisons, eleven rows: schedules, DP.sync, layers in which versions differ.
+ROWS = (
+    "written or shifted or layout or llama or latent or clipping or (overlapped and skipped) "
+    "or (gaps and overlapped) or (afab and not pairs) or dropout or experts"
+)
+_PLACE = re.compile(r"(?<=<!-- tried -->\n).*?(?=<!-- -->\n)", re.S)
 _TIMEOUT_S = 3600
+_NAMES = ("megatron-core", "torch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print how the tests end with each version; returns the exit code."""
+    """Print how the tests end with each pair; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("versions", nargs="*", metavar="VERSION", default=VERSIONS)
+    parser.add_argument("pairs", nargs="*", metavar="TORCH[:MEGATRON]", default=PAIRS)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the versions there")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="instead of all of these")
+    parser.add_argument("--short", action="store_true", help="the patches and eleven comparisons")
+    parser.add_argument("--write", action="store_true", help="note what was tried")
     args = parser.parse_args(argv)
-    rows = []
-    for version in args.versions:
-        with TemporaryDirectory(prefix="fold3d-torch-") as temporary:
-            folder = (args.keep or Path(temporary)) / version
-            if not _install(version, folder):
+    codes = []
+    for pair in args.pairs:
+        torch, _, megatron = pair.partition(":")
+        wanted = {"torch": torch, "megatron-core": megatron or MEGATRON}
+        with TemporaryDirectory(prefix="fold3d-versions-") as temporary:
+            folders = [_installed(args.keep or Path(temporary), *each) for each in wanted.items()]
+            if None in folders:
                 return 2
             tree = Path(temporary, "fold3d")
             _copy(tree)
-            rows.append((version, *_tried(tree, folder, args.tests)))
-            print("torch {}: {}".format(*rows[-1]), flush=True)
-    return int(any(code for *_, code in rows))
+            runs = [args.tests]
+            if args.short:
+                runs = [TESTS[:1], ("tests/end_to_end/test_equal_to_stock.py", "-k", ROWS)]
+            else:
+                _run(tree, [*filter(None, folders)], ("setup.py", "-q", "build_ext", "--inplace"))
+            told, code = _tried(tree, [*filter(None, folders)], runs)
+            print(f"torch {torch}, megatron-core {wanted['megatron-core']}: {told}", flush=True)
+            codes.append(code)
+            if args.write:
+                what = "--short" if args.short else " ".join(args.tests)
+                _note({**wanted, "tests": what, "result": told})
+    return int(any(codes))
 
 
-def _install(version: str, folder: Path) -> bool:
-    """Put a version and what it depends on into a folder, unless it is there."""
-    if (folder / "torch/version.py").is_file():
-        return True
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
-    return subprocess.run([*pip, f"torch=={version}"], check=False).returncode == 0
+def _installed(folder: Path, package: str, version: str) -> Path | None:
+    """Put a version into a folder, unless it is there; of Megatron-core without what it needs."""
+    place = folder / f"{package}-{version}"
+    if (place / "done").exists():
+        return place
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(place)]
+    alone = ["--no-deps"] if package == "megatron-core" else []
+    command = [*pip, *alone, f"{package}=={version}"]
+    if subprocess.run(command, check=False).returncode:
+        return None
+    (place / "done").touch()
+    return place
 
 
 def _copy(tree: Path) -> None:
@@ -62,29 +97,66 @@ def _copy(tree: Path) -> None:
             shutil.copy2(ROOT / name, tree / name)
 
 
-def _tried(tree: Path, folder: Path, tests: Sequence[str]) -> tuple[str, int]:
-    """Return the last line of the first step that fails, or of the tests, and the exit code."""
-    last, code = "", 0
-    for command in (
-        ("setup.py", "-q", "build_ext", "--inplace"),
-        ("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", *command],
-            cwd=tree,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tree, folder)))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT_S,
-        )
-        code = done.returncode
-        last = next(iter(reversed(done.stdout.split("\n")[:-1])), "")
-        if code:
-            print(done.stdout)
-            break
-    return last, code
+def _tried(tree: Path, folders: Sequence[Path], runs: Sequence[Sequence[str]]) -> tuple[str, int]:
+    """Return how each run of tests ended, and the exit code of the last one that fails."""
+    said, code = list[str](), 0
+    for run in runs:
+        pytest = ("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider")
+        done = _run(tree, folders, (*pytest, *run))
+        said += re.findall(r"\d+ (?:passed|failed|error)", done.stdout[-200:])
+        code = done.returncode or code
+    return ", ".join(said), code
+
+
+def _run(
+    tree: Path, folders: Sequence[Path], command: Sequence[str]
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in the copy with these versions; show what it said if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *command],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tree, *folders)))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=_TIMEOUT_S,
+    )
+    if done.returncode:
+        print(done.stdout)
+    return done
+
+
+def _note(row: dict[str, Any]) -> None:
+    """Note how a pair ended, in place of an earlier time, and print all pairs into the page."""
+    row["date"] = datetime.now(tz=UTC).date().isoformat()
+    others = [
+        other
+        for other in json.loads(TRIED.read_text())
+        if any(other[name] != row[name] for name in _NAMES)
+    ]
+    rows = sorted(
+        [*others, row], key=lambda r: [[*map(int, r[name].split("."))] for name in _NAMES]
+    )
+    TRIED.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(printed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def _place(row: dict[str, Any]) -> list[list[int]]:
+    return [[*map(int, row[name].split("."))] for name in _NAMES]
+
+
+def printed(page: str) -> str:
+    """Return a page whose table of tried pairs is that of the file."""
+    return _PLACE.sub("".join(f"{line}\n" for line in _table()), page)
+
+
+def _table() -> Iterator[str]:
+    columns = (*_NAMES, "date", "result")
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
+    for row in json.loads(TRIED.read_text()):
+        yield f"| {' | '.join(row[name] for name in columns)} |"
 
 
 if __name__ == "__main__":

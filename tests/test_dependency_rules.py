@@ -22,16 +22,23 @@ HEAVY = ("torch", "numpy", "megatron.core")
 # the bottom up. The files of `megatron/fold3d` itself are under ".".
 ROOMS = {
     "plan": (),
+    "upstream": (),
     "policy": ("plan",),
-    "config": ("plan", "policy"),
+    "config": ("plan", "policy", "upstream"),
     "observe": ("plan",),
-    "runtime": ("plan", "policy", "config", "observe.trace_files", "observe.exposure"),
+    "runtime": (
+        *("plan", "policy", "config", "upstream"),
+        *("observe.trace_files", "observe.exposure"),
+    ),
     "predict": ("plan", "policy", "observe"),
     "commands": ("plan", "policy", "config", "observe", "predict"),
-    "training": ("plan", "policy", "config", "observe", "runtime", "predict", "commands"),
+    "training": (
+        *("plan", "policy", "config", "observe", "runtime", "predict", "commands", "upstream"),
+    ),
     ".": ("commands", "training"),
 }
 FOREIGN = {
+    "upstream": ("torch", "megatron.core", "megatron.training"),
     "runtime": ("torch", "megatron.core"),
     "predict": ("numpy",),
     "commands": ("matplotlib",),  # an extra, when a picture is asked for
@@ -52,6 +59,7 @@ MAY_NAME = {
 TRAINING = (f"{FOLD3D}.training", "fold3d_patches", "megatron.training")
 MUST_NOT_LOAD = {
     "plan": (*HEAVY, *TRAINING, *(f"{FOLD3D}.{room}" for room in ROOMS if room != "plan")),
+    "upstream": (*HEAVY, *TRAINING),
     "policy": (
         *(*HEAVY, *TRAINING),
         *(f"{FOLD3D}.{room}" for room in ("config", "observe", "runtime", "predict", "commands")),

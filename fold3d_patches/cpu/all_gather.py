@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _CoalescingManager
 
 from fold3d_patches.registry import Patch, replace
+from megatron.fold3d.upstream.versions import collective
 
 
 def _one_by_one(
@@ -26,10 +27,11 @@ def _one_by_one(
 ) -> _CoalescingManager:
     works = _CoalescingManager()
     for whole, part in zip(outputs, inputs, strict=True):
-        works.append(self.all_gather_single(whole, part, *options))
+        works.append(getattr(self, collective("all_gather_single"))(whole, part, *options))
     return works
 
 
 def patches() -> Iterator[Patch]:
     """Gathers of several tensors at once."""
-    yield replace("torch.distributed:ProcessGroup.all_gather_single_coalesced", _one_by_one)
+    name = collective("all_gather_single_coalesced")
+    yield replace(f"torch.distributed:ProcessGroup.{name}", _one_by_one)

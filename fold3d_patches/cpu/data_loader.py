@@ -33,5 +33,5 @@ def patches() -> Iterator[Patch]:
         "megatron.training.datasets.data_samplers:build_pretraining_data_loader",
         _with_own_generator,
         rebinds=("megatron.training.training:build_pretraining_data_loader",),
-        parameters="dataset consumed_samples",
+        parameters="dataset consumed_samples /",
     )

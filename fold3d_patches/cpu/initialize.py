@@ -24,7 +24,5 @@ def patches() -> Iterator[Patch]:
             "megatron.training:initialize_megatron",
             "megatron.training.training:initialize_megatron",
         ),
-        parameters="allow_no_cuda skip_mpu_initialization get_embedding_ranks "
-        "get_position_embedding_ranks store skip_model_parallel_init seed_pp_group seed_dp_group "
-        "seed_tp_group seed_ep_group seed_etp_group skip_random_seed",
+        parameters="allow_no_cuda",
     )

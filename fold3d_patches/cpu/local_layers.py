@@ -118,25 +118,22 @@ def patches() -> tuple[Patch, ...]:
         around(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             _allow_sequence_parallel,
-            parameters="cls config hidden_size eps persist_layer_norm zero_centered_gamma "
-            "normalization",
+            parameters="cls config /",
         ),
         around(
             f"{_ATTENTION}.__init__",
             _take_widths,
-            parameters="self config layer_number attn_mask_type attention_type attention_dropout "
-            "softmax_scale cp_comm_type pg_collection",
+            parameters="self config /",
         ),
         around(
             f"{_ATTENTION}.forward",
             _gather_keys,
-            parameters="self query key value attention_mask attn_mask_type attention_bias "
-            "packed_seq_params",
+            parameters="self query key value attention_mask /",
         ),
         around(
             f"megatron.core.transformer.moe.moe_utils:{_TO_HOST}",
             _always_as_asked,
             rebinds=(f"megatron.core.transformer.moe.token_dispatcher:{_TO_HOST}",),
-            parameters="tensor as_numpy record_stream",
+            parameters="tensor as_numpy record_stream /",
         ),
     )

@@ -56,16 +56,16 @@ def _keep_counter(
 def patches() -> tuple[Patch, ...]:
     """The state that a checkpoint is written from and loaded into."""
     return (
-        around(f"{_OPTIMIZER}.state_dict", _complete, parameters="self"),
-        around(f"{_OPTIMIZER}.load_state_dict", _count_apart, parameters="self state_dict"),
+        around(f"{_OPTIMIZER}.state_dict", _complete, parameters="self /"),
+        around(f"{_OPTIMIZER}.load_state_dict", _count_apart, parameters="self state_dict /"),
         around(
             f"{_OPTIMIZER}._get_main_param_and_optimizer_states",
             _shards_only,
-            parameters="self model_param",
+            parameters="self model_param /",
         ),
         around(
             f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
             _keep_counter,
-            parameters="self model_param tensors",
+            parameters="self model_param tensors /",
         ),
     )

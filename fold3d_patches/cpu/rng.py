@@ -45,9 +45,9 @@ def _fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 def patches() -> tuple[Patch, ...]:
     """The generator's state, its seed, and the tracker that forks it."""
     of_cuda = (
-        ("get_rng_state", lambda device=None: torch.get_rng_state(), "device"),
-        ("set_rng_state", _set_state, "new_state device"),
-        ("manual_seed", torch.default_generator.manual_seed, "seed"),
+        ("get_rng_state", lambda device=None: torch.get_rng_state(), ""),
+        ("set_rng_state", _set_state, "new_state /"),
+        ("manual_seed", torch.default_generator.manual_seed, "seed /"),
     )
     return (
         *(
@@ -59,8 +59,6 @@ def patches() -> tuple[Patch, ...]:
             )
             for name, ours, parameters in of_cuda
         ),
-        replace(
-            f"{_RANDOM}:_set_cuda_rng_state", _set_state, parameters="new_state device graph_safe"
-        ),
-        replace(f"{_RANDOM}:CudaRNGStatesTracker.fork", _fork, parameters="self name"),
+        replace(f"{_RANDOM}:_set_cuda_rng_state", _set_state, parameters="new_state /"),
+        replace(f"{_RANDOM}:CudaRNGStatesTracker.fork", _fork, parameters="self name /"),
     )

@@ -73,6 +73,6 @@ def patches() -> tuple[Patch, ...]:
         around(
             "megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
             _init_data_on_cpu,
-            parameters="self device init_fn",
+            parameters="self device init_fn /",
         ),
     )

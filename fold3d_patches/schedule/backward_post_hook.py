@@ -31,5 +31,5 @@ def patch(delayed: EngineWeightGrads) -> Patch:
     return around(
         f"{module}:DistributedDataParallel._make_backward_post_hook",
         make_hook,
-        parameters="self param",
+        parameters="self param /",
     )

@@ -23,5 +23,5 @@ def patch(units: "Offloader | EarlyRecompute") -> Patch:
         "megatron.core.tensor_parallel.random:checkpoint",
         units.checkpoint,
         rebinds=("megatron.core.tensor_parallel:checkpoint",),
-        parameters="function distribute_saved_activations args",
+        parameters="function distribute_saved_activations /",
     )

@@ -43,14 +43,13 @@ def patches(due: DueSteps) -> tuple[Patch, ...]:
         around(
             "megatron.training.training:checkpoint_and_decide_exit",
             decide_exit,
-            parameters="model optimizer opt_param_scheduler iteration "
-            "num_floating_point_operations_so_far checkpointing_context train_data_iterator",
+            parameters="model optimizer opt_param_scheduler iteration /",
         ),
         around(
             "megatron.training.checkpointing:save_checkpoint",
             save,
             rebinds=("megatron.training.training:save_checkpoint",),
         ),
-        around(f"{_CHUNK}.scale_gradients", due.scale, parameters="self scaling_factor"),
-        around(f"{_CHUNK}.zero_grad_buffer", due.zero, parameters="self"),
+        around(f"{_CHUNK}.scale_gradients", due.scale, parameters="self scaling_factor /"),
+        around(f"{_CHUNK}.zero_grad_buffer", due.zero, parameters="self /"),
     )

@@ -20,7 +20,7 @@ def patch() -> Patch:
     return around(
         "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
         _sum_own_shard,
-        parameters="model embd_group pp_group weight_getter skip_if_none config",
+        parameters="model embd_group pp_group weight_getter /",
     )
 
 

@@ -20,5 +20,4 @@ def patch(executor: Callable[..., Any]) -> Patch:
             "megatron.core.pipeline_parallel:get_forward_backward_func",
             "megatron.training.training:get_forward_backward_func",
         ),
-        parameters="pp_size vp_size schedule_pg_collection",
     )

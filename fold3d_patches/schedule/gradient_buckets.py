@@ -21,15 +21,13 @@ def patches() -> tuple[Patch, ...]:
         around(
             "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
             _with_bucket_groups,
-            parameters="self config ddp_config module disable_bucketing pg_collection "
-            "full_param_layout",
+            parameters="self / disable_bucketing",
         ),
         around(
             "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
             _cut,
             parameters="self ddp_config param_dtype grad_dtype params_with_names "
-            "data_parallel_group bucket_size param_to_name gradient_scaling_factor param_indices "
-            "nccl_ub pg_collection param_layout",
+            "data_parallel_group bucket_size /",
         ),
     )
 

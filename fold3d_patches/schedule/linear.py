@@ -38,6 +38,5 @@ def patch(delayed: DelayedWeightGrads) -> Patch:
         f"{module}.layers:{name}",
         linear,
         rebinds=(f"{module}:{name}",),
-        parameters="input weight bias gradient_accumulation_fusion allreduce_dgrad "
-        "sequence_parallel grad_output_buffer wgrad_deferral_limit tp_group gtp_remat_size",
+        parameters="input weight / bias allreduce_dgrad sequence_parallel tp_group",
     )

@@ -33,7 +33,7 @@ def patch(pp_traffic_class: int | None, dp_traffic_class: int | None) -> Patch:
     return around(
         "megatron.core.parallel_state:get_nccl_options",
         mark,
-        parameters="pg_name nccl_comm_cfgs",
+        parameters="pg_name nccl_comm_cfgs /",
     )
 
 

@@ -57,7 +57,7 @@ def patch(
         return take() if auto is None else auto.step(take)
 
     return around(
-        "megatron.core.optimizer.optimizer:ChainedOptimizer.step", step, parameters="self"
+        "megatron.core.optimizer.optimizer:ChainedOptimizer.step", step, parameters="self /"
     )
 
 

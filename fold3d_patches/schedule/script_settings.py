@@ -18,16 +18,12 @@ def patches() -> Iterator[Patch]:
     yield around(
         "megatron.training.training:train",
         _checked,
-        parameters="forward_step_func model optimizer opt_param_scheduler train_data_iterator "
-        "valid_data_iterator process_non_loss_data_func config checkpointing_context "
-        "non_loss_data_func inference_model p2p_communicator pg_collection",
+        parameters="model process_non_loss_data_func non_loss_data_func",
     )
     yield around(
         "megatron.training.training:evaluate_and_print_results",
         _checked,
-        parameters="prefix forward_step_func data_iterator model iteration "
-        "process_non_loss_data_func config verbose write_to_tensorboard non_loss_data_func "
-        "pg_collection p2p_communicator",
+        parameters="model process_non_loss_data_func non_loss_data_func",
     )
 
 

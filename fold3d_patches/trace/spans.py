@@ -30,8 +30,7 @@ def iteration(tracer: Tracer) -> Patch:
     return around(
         "megatron.training.training:train_step",
         recorded,
-        parameters="forward_step_func data_iterator model optimizer opt_param_scheduler config "
-        "forward_backward_func iteration pg_collection p2p_communicator",
+        parameters="forward_step_func data_iterator model / iteration",
     )
 
 
@@ -47,7 +46,7 @@ def updates(tracer: Tracer) -> tuple[Patch, ...]:
         around(
             f"megatron.core.optimizer.optimizer:ChainedOptimizer.{name}",
             recorded,
-            parameters="self",
+            parameters="self /",
         )
         for name in ("prepare_grads", "step_with_ready_grads")
     )
@@ -82,14 +81,11 @@ def computations(tracer: Tracer) -> tuple[Patch, ...]:
         around(
             f"{_SCHEDULES}:forward_step",
             forward,
-            parameters="forward_step_func data_iterator model num_microbatches input_tensor "
-            "forward_data_store config cp_group_size collect_non_loss_data "
-            "checkpoint_activations_microbatch is_first_microbatch current_microbatch vp_stage "
-            "is_last_stage",
+            parameters="vp_stage current_microbatch",
         ),
         around(
             f"{_SCHEDULES}:backward_step",
             backward,
-            parameters="input_tensor output_tensor output_tensor_grad config",
+            parameters="input_tensor output_tensor /",
         ),
     )

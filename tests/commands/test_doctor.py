@@ -16,7 +16,13 @@ from megatron.fold3d.commands.doctor import cluster_toml
 from megatron.fold3d.commands.installation import Finding, installation
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.runtime.measure.lanes import pairs
-from megatron.fold3d.training.installation_facts import architectures, busy, connections, untested
+from megatron.fold3d.training.installation_facts import (
+    architectures,
+    busy,
+    connections,
+    pair,
+    untested,
+)
 from tests.distributed import run_distributed
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +53,9 @@ def test_this_installation_is_ready():
     bad = [finding for finding in report["findings"] if finding["verdict"] == "bad"]
     assert (done.returncode, report["ok"], bad) == (0, True, [])
     whats = [finding["what"] for finding in report["findings"]]
-    assert {"Python", "torch", "megatron-core", "namespace", "GPUs", "patches"} <= set(whats)
+    assert {"Python", "torch", "megatron-core", "namespace", "versions", "GPUs", "patches"} <= set(
+        whats
+    )
 
 
 @pytest.mark.processes
@@ -237,7 +245,7 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_named(capability, built_for, ver
 
 @pytest.mark.parametrize(
     ("version", "is_tested"),
-    [("2.12.1", False), ("2.13.0", True), ("2.13.0a0+nv26.1", True), ("2.14.0", False)],
+    [("2.8.0", False), ("2.9.1", True), ("2.13.0a0+nv26.1", True), ("2.16.0", False)],
 )
 def test_a_torch_that_no_test_runs_with_is_named(monkeypatch, version: str, is_tested: bool):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -250,6 +258,17 @@ def test_a_torch_that_no_test_runs_with_is_named(monkeypatch, version: str, is_t
     monkeypatch.setattr(metadata, "version", installed.__getitem__)
     found = [(f.what, f.verdict, f.found.split("; ")[0]) for f in untested(requirements)]
     assert found == ([] if is_tested else [("torch", "note", version)])
+
+
+def test_a_pair_of_versions_is_told_with_how_its_tests_ended_or_how_to_try_it(monkeypatch):
+    row = {"megatron-core": "0.18.2", "torch": "2.10.0", "date": "2026-11-29", "result": "9 passed"}
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: json.dumps([row]))
+    monkeypatch.setattr("megatron.core.package_info.__version__", "0.18.2+a1b2c3d")
+    monkeypatch.setattr("torch.__version__", "2.10.0a0+nv25.12")
+    assert pair().found == ("Megatron-core 0.18.2 with torch 2.10.0, tried on 2026-11-29: 9 passed")
+    monkeypatch.setattr("torch.__version__", "2.11.0+cu128")
+    assert pair().verdict == "note"
+    assert "scripts/try_torch.py 2.11.0:0.18.2" in pair().fix
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,10 @@ import ast
 import re
 from pathlib import Path
 
+from fold3d_patches import parsed_once
+from fold3d_patches.schedule import finished_sums
+from megatron.fold3d.upstream import versions
+from scripts import try_torch
 from tests.patches.test_upstream import PATCHES
 
 ROOT = Path(__file__).parents[2]
@@ -12,8 +16,16 @@ PAGE = ROOT / "docs" / "compatibility.md"
 
 def test_the_page_names_each_patch_and_no_other() -> None:
     section = PAGE.read_text().split("## Patches")[1]
-    symbols = re.findall(r"`([\w.]+:[\w.]+)`", section)
-    assert sorted(symbols) == sorted(patch.target for patch in PATCHES)
+    symbols = [
+        re.sub(r"(?<=:ProcessGroup\.)\w+", lambda name: versions.collective(name[0]), symbol)
+        for symbol in re.findall(r"`([\w.]+:[\w.]+)`", section)
+    ]
+    of_older = (*parsed_once.patches(), *finished_sums.patches())
+    assert {*symbols} == {patch.target for patch in (*PATCHES, *of_older)}
+
+
+def test_the_page_has_the_pairs_that_were_tried() -> None:
+    assert try_torch.printed(PAGE.read_text()) == PAGE.read_text()
 
 
 def test_each_patch_says_why_what_changes_and_when_it_can_go() -> None:

@@ -10,6 +10,7 @@ from megatron.fold3d.config.recompute_flags import counts_or_auto
 from megatron.fold3d.config.schedule_flags import add_schedule_word, word_of
 from megatron.fold3d.config.segment_flags import segments_or_auto, virtual_stage_flag
 from megatron.fold3d.plan.schedule_word import AUTO, ORDERS, PLAN, VALUES
+from megatron.fold3d.upstream.versions import add_later_flags
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -128,6 +129,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "run can begin, 2 if not. Needs no GPU and no torchrun. With a cluster as a100x128-200g, "
         "or a file of `fold3d doctor --write-cluster`, also predict the time of an iteration.",
     )
+    add_later_flags(parser)
     return parser
 
 

@@ -19,10 +19,10 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers
-from megatron.training.argument_utils import gpt_config_from_args
 
 from megatron.fold3d.training.bert_model import BertModelConfig
 from megatron.fold3d.training.pretraining import check_loss, check_run, dataset_options
+from megatron.fold3d.upstream.versions import gpt_config_from_args
 
 NOT_BERT = (
     "calculate_per_token_loss",  # the two losses count different things

@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_last_stage,
 )
 from megatron.training import get_args
-from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
-from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+from megatron.fold3d.upstream.versions import GPTModelBuilder, GPTModelConfig
 
 NUM_TOKEN_TYPES = 2  # for the first and the second segment of text
 
@@ -44,6 +44,8 @@ class BertModelBuilder(GPTModelBuilder):  # type: ignore[misc]
         options = self._model_config
         vocab_size = options.vocab_size
         if options.should_pad_vocab:
+            from megatron.training.vocab_utils import calculate_padded_vocab_size
+
             vocab_size = calculate_padded_vocab_size(
                 vocab_size, options.make_vocab_size_divisible_by, options.tensor_model_parallel_size
             )

@@ -14,18 +14,18 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.utils import (
-    get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-)
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers
-from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from megatron.fold3d.training.pretraining import check_loss, check_run, dataset_options
+from megatron.fold3d.upstream.versions import (
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+    gpt_config_from_args,
+    mtp_on_this_rank,
+)
 
 NOT_PLAIN_GPT = (
     "dataloader_inter_document_masking",
@@ -47,9 +47,7 @@ def predicts_further(vp_stage: int | None) -> bool:
     layout = args.pipeline_model_parallel_layout
     if layout is not None:
         layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
-    return bool(
-        mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
-    )
+    return mtp_on_this_rank(layout, args.mtp_num_layers, vp_stage)
 
 
 def reads_data(vp_stage: int | None) -> bool:
@@ -87,8 +85,7 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(**stage),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(**stage),
     )
-    cp_group = mpu.get_context_parallel_group()
-    return dict(get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group))
+    return get_batch_on_this_cp_rank(batch, mpu.get_context_parallel_group())
 
 
 def loss_func(

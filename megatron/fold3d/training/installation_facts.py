@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 import fold3d_patches
 from fold3d_patches.cpu.compiler import uncompiled
@@ -33,6 +34,7 @@ from megatron.fold3d.config.gpu_settings import OFFLOAD_LIBRARY, blocking_settin
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.runtime import preemption
 from megatron.fold3d.runtime.measure import lanes, layer_rates, timing
+from megatron.fold3d.upstream import versions
 
 _PREEMPTION = Path(preemption.__file__).parent
 _TIMEOUT = timedelta(seconds=120)
@@ -55,7 +57,7 @@ def main() -> None:
     requirements: Sequence[str] = ()
     with suppress(metadata.PackageNotFoundError):  # imported from a checkout
         requirements = metadata.requires("fold3d") or ()
-    findings = [*untested(requirements), *_torch(), *_extensions(), *_patches()]
+    findings = [*untested(requirements), pair(), *_torch(), *_extensions(), *_patches()]
     measured: list[lanes.Link] = []
     machine: dict[str, Any] = {}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -87,6 +89,19 @@ def untested(requirements: Sequence[str]) -> Iterator[Finding]:
             found = f"{version}; the tests run with {requirement.specifier}"
             fix = f"pip install '{requirement.name}{requirement.specifier}'"
             yield Finding(requirement.name, "note", found, fix)
+
+
+def pair() -> Finding:
+    """Tell how the tests ended with these versions of Megatron-core and torch."""
+    from megatron.core.package_info import __version__
+
+    # A container's build as 2.13.0a0+nv26.1, or 0.19.0rc1, counts as the release.
+    megatron, torch_ = (Version(v).base_version for v in (__version__, torch.__version__))
+    found = f"Megatron-core {megatron} with torch {torch_}"
+    if told := versions.tried(megatron, torch_):
+        return Finding("versions", "ok", f"{found}, tried {told}")
+    fix = f"it may work; try it: scripts/try_torch.py {torch_}:{megatron}, in the checkout"
+    return Finding("versions", "note", f"{found}: nobody has tried this pair", fix)
 
 
 def _torch() -> Iterator[Finding]:

@@ -38,6 +38,7 @@ from megatron.fold3d.config.run_flags import run_problems
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 from megatron.fold3d.training.mistakes import MISTAKES, refuse, script, speaks
+from megatron.fold3d.upstream import versions
 
 if TYPE_CHECKING:
     from megatron.fold3d.observe.breakdown import Flops
@@ -56,10 +57,6 @@ def train(argv: Sequence[str], family: Literal["gpt", "bert"]) -> int:
             with held_log():
                 args = prepare(argv, patched, family)
 
-                from megatron.core.enums import ModelType
-                from megatron.training import pretrain
-                from megatron.training.argument_utils import pretrain_cfg_container_from_args
-
                 from megatron.fold3d.training.pretraining import absent_packages
 
                 model = import_module(f"megatron.fold3d.training.{family}")
@@ -68,12 +65,12 @@ def train(argv: Sequence[str], family: Literal["gpt", "bert"]) -> int:
                     from megatron.fold3d.training.checkpoint_fit import check_checkpoint
 
                     check_checkpoint(args)
-                config = pretrain_cfg_container_from_args(args, model.config(args))
+                config = model.config(args)
             if args.check is not None:
                 return tell_checked(args, [*absent_packages(args)])
         except MISTAKES as error:
             return refuse(error)
-        pretrain(config, model.build_datasets, ModelType.encoder_or_decoder, model.forward_step)
+        versions.pretrain(args, config, model.build_datasets, model.forward_step)
     return 0
 
 
@@ -142,7 +139,7 @@ def prepare(
             from megatron.fold3d.training import dry_run
 
             known = cluster(own.check) if own.check else None
-        from megatron.training.arguments import parse_and_validate_args, parse_args
+        from megatron.training.arguments import parse_args
 
     asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
     lacks_gpu = device == "cuda" and not torch.cuda.is_available()
@@ -182,8 +179,8 @@ def prepare(
         is_blackwell = known is not None and known.is_blackwell  # unknown GPUs count as older
         patched.enter_context(apply(absent_gpu(is_blackwell)))
     with nullcontext() if not checks else redirect_stdout(io.StringIO()):  # 800 lines of flags
-        args = parse_and_validate_args(
-            add_all, ignore_unknown_args, args_defaults=defaults | megatron_defaults(args)
+        args = versions.parse_and_validate_args(
+            add_all, ignore_unknown_args, defaults | megatron_defaults(args)
         )
     if not on_cpu and has_many_queues():
         _put_tensor_parallel_first(args)

@@ -81,8 +81,8 @@ def _start_megatron(patched: ExitStack, defaults: dict[str, Any]) -> Namespace:
 def _measure(args: Namespace, device: torch.device) -> HardwareProfile:
     from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.models.gpt import GPTModelBuilder
+
+    from megatron.fold3d.upstream.versions import GPTModelBuilder, gpt_config_from_args
 
     groups, built = ProcessGroupCollection.use_mpu_process_groups(), gpt_config_from_args(args)
     dtype = built.transformer.params_dtype

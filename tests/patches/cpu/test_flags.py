@@ -39,7 +39,9 @@ def test_a_users_flag_wins(parse) -> None:
     ],
     ids=lambda words: words[0],
 )
-def test_what_only_a_gpu_runs_is_refused_by_name(parse, words: tuple[str, ...]) -> None:
+def test_what_only_a_gpu_runs_is_refused_by_name(parse, parser, words: tuple[str, ...]) -> None:
+    if words[0] not in parser._option_string_actions:
+        pytest.skip(f"this Megatron-core has no {words[0]}")
     with pytest.raises(ValueError, match=f"^with --device cpu, {' '.join(words)}: ") as raised:
         flags.check(parse(*words))
     assert len(str(raised.value).splitlines()) == 1

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron.fold3d.upstream.versions import with_collectives
+
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.preemption._scheduler import Scheduler, Waiter
 
 _lanes = count()
 
 
+@with_collectives
 class PreemptiveGroup(dist.ProcessGroup):
     """The ranks of ``group``, with transfers that preempt collectives between their slices.
 

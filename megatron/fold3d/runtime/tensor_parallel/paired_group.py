@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.runtime.events import Events
+from megatron.fold3d.upstream.versions import collective, with_collectives
 
 
+@with_collectives
 class PairedGroup(dist.ProcessGroup):
     """The ranks of ``group``, with collectives whose `wait` first calls ``hand_over``.
 
@@ -112,13 +114,14 @@ class PairedGroup(dist.ProcessGroup):
         """Return the name of the backend that does the work."""
         return str(dist.get_backend(self.group))
 
-    def _start(self, collective: str, *arguments: Any) -> Any:
+    def _start(self, method: str, *arguments: Any) -> Any:
+        name = collective(method)
         # A call that waits at once would run on NCCL's stream of the caller, and overlap nothing.
         arguments[-1].asyncOp = True
         works: list[Any] = []
 
         def launch() -> Sequence[Any]:
-            works.append(getattr(self.group, collective)(*arguments))
+            works.append(getattr(self.group, name)(*arguments))
             return works
 
         end = self._recorder.collective(self._name, self._name.lower().replace(".", "_"), launch)

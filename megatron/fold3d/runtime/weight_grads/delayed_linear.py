@@ -33,6 +33,7 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.runtime.weight_grads.by_parameter import SplitBackwards
+from megatron.fold3d.upstream.versions import last_linear_arguments
 
 
 class Parallel(NamedTuple):
@@ -133,7 +134,8 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
         fuses, buffer, limit = True, list[Any](), 0  # so Megatron leaves out the weight's gradient
         reduces, is_shard, group = parallel
         output: torch.Tensor = _Linear.apply(
-            *(keep, x, alias, None, fuses, reduces, is_shard, buffer, limit, group, 1)
+            *(keep, x, alias, None, fuses, reduces, is_shard, buffer, limit, group),
+            *last_linear_arguments(),
         )
         return output if bias is None else output + bias.detach()
 
