@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from math import inf
 from typing import Any
 
 import pytest
@@ -187,3 +188,45 @@ def test_of_all_choices_of_three_segments_none_is_faster(sync_s: float, gathers:
         for number, state in enumerate(states):
             choice = choice.changed((number,), **state)
         assert found.price(choice) >= least
+
+
+def judged(choice: Choice, **changed: Any) -> Judge:
+    job = Job(choice=choice, num_ranks=2, num_microbatches=4)
+    return Judge(**{"job": job, "costs": COSTS, "link": Link(preemptive=False)} | changed)
+
+
+PLAIN = Choice.plain("aiao", 2)
+COSTS = Costs.uniform(4, grad_sync_s=6.0, p2p_s=0.4)
+
+
+def test_iterations_that_memory_has_no_room_for_take_forever():
+    assert judged(PLAIN).predicted().seconds < inf
+    assert judged(PLAIN, fits=lambda found: False).predicted().seconds == inf
+
+
+def test_a_share_that_the_word_has_is_kept():
+    found = judged(replace(PLAIN.changed(step="next"), share=0.25)).predicted()
+    assert found.job.shares == (0.25,) * 4
+
+
+def test_steps_behind_all_gradients_count_where_a_rank_ends():
+    stepping = judged(PLAIN, costs=replace(COSTS, optimizer_s=(0.5,) * 4))
+    assert stepping.predicted().seconds == pytest.approx(judged(PLAIN).predicted().seconds + 1.0)
+
+
+def test_an_exchange_swaps_what_two_segments_do():
+    space = Space(orders=[Choice.plain("aiao", 3)], free={"wgrad": ("backward", "last")})
+    choice = space.first.changed((0,), wgrad="last")
+    assert [one.where(wgrad="last") for one in space.exchanges(choice)] == [(1,), (2,)]
+
+
+def test_tied_ends_are_summed_alike():
+    space = Space(
+        orders=[Choice.plain("aiao", 3)],
+        free={"optimizer": ("sharded", "replicated")},
+        tied=True,
+    )
+    ones = [one for others in space.along(space.first) for one in others]
+    assert any(one.where(optimizer="replicated") for one in ones)
+    for one in ones:
+        assert one.segments[0].optimizer == one.segments[-1].optimizer
