@@ -135,9 +135,7 @@ def _note(row: dict[str, Any]) -> None:
         for other in json.loads(TRIED.read_text())
         if any(other[name] != row[name] for name in _NAMES)
     ]
-    rows = sorted(
-        [*others, row], key=lambda r: [[*map(int, r[name].split("."))] for name in _NAMES]
-    )
+    rows = sorted([*others, row], key=_place)
     TRIED.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(printed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
