@@ -46,7 +46,7 @@ def test_without_a_schedule_it_is_stocks_with_its_groups(fold3d):
     group = "--microbatch-group-size-per-virtual-pipeline-stage 8"
     chunks = JOB.replace("--segments", "--num-virtual-stages-per-pipeline-rank")
     _, out, _ = fold3d(f"{SIMULATE} -- {chunks} {group}")
-    assert out.startswith("stock interleaved: 2 ranks, 4 segments, 8 micro-batches")
+    assert out.startswith("stock breadth-first: 2 ranks, 4 segments, 8 micro-batches")
     _, serial, _ = fold3d(f"{SIMULATE} --json -- {JOB.replace('--overlap-grad-reduce', '')}")
     _, overlapped, _ = fold3d(f"{SIMULATE} --json -- {JOB}")
     assert json.loads(serial)["period_s"] > json.loads(overlapped)["period_s"]

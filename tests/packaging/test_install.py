@@ -1,5 +1,6 @@
 """Our portion installs beside megatron-core's, as a wheel and from a checkout."""
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.commands.traces import write_traces
 
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 SITE = Path(sysconfig.get_path("purelib"))
 PORTIONS = ("megatron", "fold3d_patches")
+PACKED = (".py", ".pyi", ".html", ".css", ".js", ".json")
 ENGINE = ROOT / "tests/runtime/weight_grads/engine.py"  # says which versions it follows
+TRIED = ROOT / "megatron/fold3d/upstream/tried.json"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -96,7 +100,8 @@ def test_wheel_holds_our_files_and_nothing_of_megatron(wheel: Path, checkout: Pa
         str(path.relative_to(checkout))
         for name in PORTIONS
         for path in (checkout / name).rglob("*")
-        if path.suffix in (".py", ".pyi", ".html", ".css", ".js") or path.name == "py.typed"
+        if path.suffix in (".py", ".pyi", ".html", ".css", ".js", ".json")
+        or path.name == "py.typed"
     }
     assert packed == ours
     assert "megatron/__init__.py" not in packed
@@ -146,10 +151,11 @@ def test_what_is_tested_is_what_is_allowed():
     assert PROJECT["dependencies"] == []
     for name in ("torch", "megatron-core"):
         [pin] = pinned[name]
-        major, minor = (int(part) for part in pin.version.split(".")[:2])
-        assert pin.version in allowed[name]
-        assert f"{major}.{minor + 1}.0" not in allowed[name]
-        assert f"{major}.{minor - 1}.99" not in allowed[name]
+        tried = sorted(Version(row[name]) for row in json.loads(TRIED.read_text()))
+        assert all(version in allowed[name] for version in (pin.version, *tried))
+        oldest, newest = tried[0], tried[-1]
+        assert f"{newest.major}.{newest.minor + 1}.0" not in allowed[name]
+        assert f"{oldest.major}.{oldest.minor - 1}.99" not in allowed[name]
     for extra in ("gpu", "gpu-cu12"):
         train, engine = extras[extra]
         assert train == "fold3d[train]"

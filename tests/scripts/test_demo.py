@@ -24,8 +24,8 @@ sys.exit(demo.main(sys.argv[1:], job))
 def test_the_strongest_stock_has_as_many_segments_as_ours():
     _, strongest, auto = demo.arms(demo.JOB)
     assert demo.JOB.segment_counts[-1] == 8
-    assert auto.flags[2:4] == ("--segments", "8")
-    assert strongest.flags[:2] == ("--num-virtual-stages-per-pipeline-rank", "8")
+    assert "--segments 8" in " ".join(auto.flags)
+    assert "--num-virtual-stages-per-pipeline-rank 8" in " ".join(strongest.flags)
 
 
 def in_small(tmp_path: Path, *before: str) -> str:
@@ -50,7 +50,7 @@ def test_the_demo_runs_from_end_to_end(tmp_path: Path):
     if subprocess.run([*as_user, "unshare", "--net", "true"], capture_output=True).returncode:
         pytest.skip("users may not make namespaces here")
     out = in_small(tmp_path / "out", *as_user)
-    assert "4 ranks on links of 180 Mb/s, 2 pipelines of 2" in out
+    assert "4 ranks on links of 90 Mb/s, 2 pipelines of 2" in out
     assert len(re.findall(r"^round 1 of 1  [ABC] .* ms", out, re.MULTILINE)) == 3
     [verdict] = re.findall(r"^(.*C auto.* (?:fast|slow)er.*) \(bootstrap\)", out, re.MULTILINE)
     assert "loss: equal in every digit in 5 of 5 iterations" in out
