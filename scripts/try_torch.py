@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/try_torch.py                          # the oldest and the newest pair
     .venv/bin/python scripts/try_torch.py 2.10.0 2.14.1:0.18.2 --keep ~/versions
-    .venv/bin/python scripts/try_torch.py --short --keep ~/versions  # what CI runs
+    .venv/bin/python scripts/try_torch.py --short --keep ~/versions  # make test-versions
 
 Puts each version, torch with what it depends on, into a folder in front of all that Python imports.
 Builds the C++ scheduler for it in a copy of the work tree, and runs tests there. Prints one row per
