@@ -35,8 +35,7 @@ from scripts.paper.systems import SYSTEMS, Layout
 ROOT = Path(__file__).parents[1]
 LINK = Link(90e6)
 FORWARD_MS, BACKWARD_MS = 24, 48
-JOB = Job(num_microbatches=2)
-PRECISION = ("--bf16", "--grad-reduce-in-bf16")
+JOB = Job(num_microbatches=2, precision="bf16-grads")
 TRACED = 3  # iterations, the last ones of a run
 
 
@@ -70,10 +69,10 @@ def arms(job: Job) -> tuple[Arm, ...]:
     )
     titles = lettered(("stock's default", ARMS["stock-same-layout"], ARMS["auto"]))
     return (
-        Arm(name="default", title=titles[0], flags=PRECISION),
-        Arm(name="strongest", title=titles[1], flags=(*PRECISION, *strongest)),
+        Arm(name="default", title=titles[0]),
+        Arm(name="strongest", title=titles[1], flags=strongest),
         # It searches beside two cores' ranks for eight iterations, and nine are its trials.
-        Arm(name="auto", title=titles[2], flags=(*PRECISION, *auto), warmup=18),
+        Arm(name="auto", title=titles[2], flags=auto, warmup=18),
     )
 
 

@@ -6,7 +6,7 @@ python -m scripts.pictures gain     # of docs/results.md, from its tables
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +15,8 @@ from scripts.paper.draw import draw
 from scripts.paper.results import Grid, Number, Result
 
 ROOT = Path(__file__).parents[1]
-_CLIPPED, _UNCLIPPED = "every step clips", "no step clips"
+_IN_16_BITS = "bf16, every step clips"
+_CLIPPED, _UNCLIPPED = "fp32, every step clips", "fp32, no step clips"
 _GRADIENTS, _PARAMETERS = "gradients, reduced", "parameters, gathered"
 _AUTO = {  # docs/planning.md: what its first iterations run, and what it does meanwhile
     "stock's order": ("1 starts", "2 measured", "3 searches", "4 timed"),
@@ -26,27 +27,38 @@ _AUTO = {  # docs/planning.md: what its first iterations run, and what it does m
 
 
 def gain() -> Grid:
-    """Gains and bounds of the usual settings and without clipping, by what stock exposes."""
-    tables = re.findall(r"(?<=:\|\n)(?:\|.*\n)+", (ROOT / "docs/results.md").read_text())
-    clipped, unclipped = (
-        [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-        for table in tables[:2]
-    )
-    job, rows = "", []
-    for row, other in zip(clipped, unclipped, strict=True):
-        own = row[0].removeprefix("pp=2 x ")
-        job = f"{job} {own}" if own == "recomputed" else own or job
-        name = f"{row[2]}: {job}, {row[1]}"
-        for column, (*_, stock, ours, _, most) in ((_CLIPPED, row), (_UNCLIPPED, other)):
-            won = round(100 * (float(stock) / float(ours) - 1), 1)
-            rows.append(Number(name, column, won, float(most.partition("%")[0])))
+    """Gains and bounds of the jobs with replicas, by what stock's default exposes."""
+    page = (ROOT / "docs/results.md").read_text()
+    rows = []
+    for _, gradients, link, exposed, stock, ours, _, most in _table(page, "In 16 bits"):
+        name = f"{exposed}: {gradients} gradients, {link}"
+        rows.append(_gain(name, _IN_16_BITS, stock, ours, most))
+    for job, link, exposed, *cells in _table(page, "In fp32"):
+        name = f"{exposed}: {job.removeprefix('pp=2 x ')}, {link}"
+        for column, (stock, ours, _, most) in ((_CLIPPED, cells[:4]), (_UNCLIPPED, cells[4:])):
+            rows.append(_gain(name, column, stock, ours, most))
     rows.sort(key=lambda number: -int(number.row.partition("%")[0]))
     return Grid(
         title="% faster than the strongest stock of the same layout",
         numbers=tuple(rows),
-        drawn=(_CLIPPED, _UNCLIPPED),
+        drawn=(_IN_16_BITS, _CLIPPED, _UNCLIPPED),
         mark="at most, any order",
     )
+
+
+def _gain(name: str, column: str, stock: str, ours: str, most: str) -> Number:
+    won = round(100 * (float(stock) / float(ours) - 1), 1)
+    return Number(name, column, won, float(most.partition("%")[0]))
+
+
+def _table(page: str, heading: str) -> Iterator[list[str]]:
+    """Yield the lines of a section's first table; where a cell is empty, that above holds."""
+    found = re.search(r"(?<=:\|\n)(?:\|.*\n)+", page.partition(f"## {heading}\n")[2])
+    above: list[str] = []
+    for line in found[0].splitlines() if found else ():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        above = [cell or last for cell, last in zip(cells, above or cells, strict=True)]
+        yield above
 
 
 def auto() -> Grid:

@@ -27,6 +27,9 @@ TITLES = (
 )
 
 
+_CODED_BITS = 3.5  # of a parameter that such a job gathers in its 16th iteration
+
+
 @dataclass(frozen=True, slots=True)
 class Least:
     """The least time of an iteration, by whether its step waits for the gradients' norm."""
@@ -91,10 +94,11 @@ def _factor(job: Simulation, num_segments: int, runs: Sequence[Run]) -> float | 
 
 
 def _bounds(job: Simulation, num_segments: int) -> Iterator[Bounds]:
+    bits = 0.0 if job.setup.fp32 else _CODED_BITS
     known = estimate(
         job.shape,
         job.hosts,
-        replace(job.setup, distributed_optimizer=True),
+        replace(job.setup, distributed_optimizer=True, gathered_bits=bits),
         num_ranks=job.num_ranks,
         num_segments=num_segments,
     )

@@ -25,7 +25,7 @@ class Cell(ABC):
 
     num_ranks: int
     data_parallel: int
-    recompute: bool
+    recompute: bool = False
     slow_down: float = 1.0
     first_round: ClassVar[int]
 
@@ -72,7 +72,7 @@ class Cell(ABC):
         """Yield the runs that failed, and those whose losses are not those of the first alike."""
         for some in self.alike(runs):
             longest_first = sorted(some, key=lambda run: len(run.iterations), reverse=True)
-            _, lines = summary.loss_disagreements(longest_first)
+            _, lines = summary.loss_disagreements(longest_first, self.job.loss_tolerance)
             lines += [f"{run.variant.name}: {run.failure}" for run in some if run.failure]
             yield from (f"{self.name}: {line}" for line in lines)
 

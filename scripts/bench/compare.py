@@ -84,7 +84,7 @@ other processes kept {load} of them busy. Ranks are scheduled {priority}.
 - pp={args.pp} x dp={args.dp}, one rank per host, links of {args.rate} each way{delay}, \
 with queues of {args.queue_ms:g} ms; \
 {args.layers} layers of hidden size {args.hidden}, sequence {args.seq_length}, \
-{args.microbatches} micro-batches of {args.micro_batch_size}, fp32, \
+{args.microbatches} micro-batches of {args.micro_batch_size}, {args.precision}, \
 clip-grad {args.clip_grad:g}, {recompute} recompute, {embeddings} embeddings.
 - Layers: paced by sleep, {args.forward_ms:g} ms forward, {args.backward_ms:g} ms backward each. \
 Collectives: gloo's, run one at a time per group in order of issue, reduce-scatter and all-gather \
@@ -166,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
     except (TestbedError, ValueError) as error:
         return refuse("compare.py", error)
     found = summary.rows(runs, parse_rate(args.rate))
-    largest, differing = summary.loss_disagreements(runs)
+    largest, differing = summary.loss_disagreements(runs, bench.job.loss_tolerance)
     failures = [f"{run.variant.name}: {run.failure}" for run in runs if run.failure]
     print(f"{_conditions(args, runs)}\n\n{summary.table(found)}\n")
     print(f"Losses of {len(runs) - len(failures)} runs agree to {largest:.1e}.")

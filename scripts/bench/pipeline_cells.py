@@ -25,11 +25,14 @@ from scripts.bench.variants import DEFAULT, Job, Variant
 _LAYERS_OF_A_RANK, _SEGMENTS = 4, (2, 4)
 _MESSAGE_BYTES = 4 * 16 * 64 * 64  # fp32, 16 sequences of 64 tokens, hidden size 64
 _FORWARD_MS, _BACKWARD_MS = 9, 18  # of a layer: four ranks on two cores keep this pace
-_CHOOSES_ITS_ORDER = 9  # iterations until what `auto` measures holds
+_CHOOSES_ITS_ORDER = 9  # iterations until what `auto` and `gaps` measure holds
 
 _OVERLAPS = ("--overlap-grad-reduce",)
+GAPS = Variant("1f1b-gaps", ("--schedule", "1f1b:wgrad=gaps", *_OVERLAPS))
+"""No rank holds more than the first of stock's 1F1B."""
 AHEAD = Variant("1f1b-ahead", ("--schedule", "1f1b:ahead=auto", *_OVERLAPS))
 PLACED = Variant("1f1b-placed", ("--schedule", "1f1b:ahead=auto:wgrad=gaps", *_OVERLAPS))
+_OURS = (GAPS, AHEAD, PLACED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,13 +111,12 @@ class PipelineCell(Cell):
     def chosen(self, number: int, runs: Sequence[Run]) -> list[Variant]:
         """Return what runs in a round, counted from 1, by what has run before."""
         if number == 1:
-            return [*self.swept(), AHEAD, PLACED]
-        best = strongest(runs)
-        return [*dict.fromkeys((DEFAULT, best)), AHEAD, PLACED]
+            return [*self.swept(), *_OURS]
+        return [*dict.fromkeys((DEFAULT, strongest(runs))), *_OURS]
 
     def warmup(self, variant: Variant) -> int:
         """Return how many iterations of a variant are not timed."""
-        return _CHOOSES_ITS_ORDER if "auto" in variant.flags else 2
+        return 2 if variant.is_stock else _CHOOSES_ITS_ORDER
 
 
 CELLS = tuple(
@@ -140,24 +142,23 @@ def strongest(runs: Sequence[Run]) -> Variant:
 
 def table(found: Sequence[tuple[PipelineCell, Sequence[Run]]]) -> str:
     """Spell cells as Markdown, a line each; times are medians in ms."""
-    titles = ["cell", "stock default", "stock, same layout", "ahead", "and weight gradients"]
+    titles = ["cell", "stock default", "stock, same layout"]
+    titles += ["weight gradients in gaps", "forwards ahead", "both"]
     titles += ["bound", "to stock, same layout", "to its default", "of the bound"]
     return "\n".join(markdown(titles, filter(None, (_cells(*each) for each in found))))
 
 
 def _cells(cell: PipelineCell, runs: Sequence[Run]) -> list[str]:
     best = strongest(runs)
-    default, fastest, ahead, placed = (
-        _median_ms(runs, variant) for variant in (DEFAULT, best, AHEAD, PLACED)
-    )
+    default, fastest, *each = (_median_ms(runs, variant) for variant in (DEFAULT, best, *_OURS))
     if default is None or fastest is None:
         return []
-    ours = min((ms for ms in (ahead, placed) if ms is not None), default=None)
+    ours = min((ms for ms in each if ms is not None), default=None)
     return [
         cell.name,
         f"{default:.0f}",
         f"{fastest:.0f} ({best.name.removeprefix('stock-')})",
-        *("-" if ms is None else f"{ms:.0f}" for ms in (ahead, placed)),
+        *("-" if ms is None else f"{ms:.0f}" for ms in each),
         f"{cell.bound_ms:.0f}",
         *("-" if ours is None else faster(ms / ours - 1) for ms in (fastest, default)),
         _ratio(ours, cell.bound_ms),

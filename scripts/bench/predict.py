@@ -85,7 +85,8 @@ class Simulation:
             data_parallel=job.data_parallel,
             microbatch_size=job.micro_batch_size,
             recompute="full" if job.recompute else "none",
-            fp32=True,
+            fp32=job.precision == "fp32",
+            small_gradients=job.precision == "bf16-grads",
         )
         return cls(shape, hosts, job.num_ranks, job.num_microbatches, setup)
 

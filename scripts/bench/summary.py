@@ -9,9 +9,6 @@ from megatron.fold3d.commands.console import faster
 from megatron.fold3d.observe.training_log import LoggedIteration, Spread
 from scripts.bench.variants import DEFAULT, Variant
 
-# fp32 sums of the same numbers in another order, over a handful of small updates.
-LOSS_TOLERANCE = 1e-5
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -132,7 +129,7 @@ def _difference(loss: float | None, expected: float | None) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def loss_disagreements(runs: Sequence[Run]) -> tuple[float, list[str]]:
+def loss_disagreements(runs: Sequence[Run], tolerance: float) -> tuple[float, list[str]]:
     """Compare every run's losses with those of the first run, iteration by iteration.
 
     Returns:
@@ -146,6 +143,6 @@ def loss_disagreements(runs: Sequence[Run]) -> tuple[float, list[str]]:
     for run in well[1:]:
         off = max((_difference(i.loss, expected.get(i.number)) for i in run.iterations), default=0)
         largest = max(largest, off)
-        if off > LOSS_TOLERANCE:
+        if off > tolerance:
             lines.append(f"{run.variant.name}, round {run.round}: losses differ by {off:.1e}")
     return largest, lines

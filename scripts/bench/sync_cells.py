@@ -4,7 +4,7 @@ Round 1 sweeps stock's configurations, and the fastest goes on beside ours. Roun
 shaped links: it is the same for all rates of a job.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -32,12 +32,16 @@ class SyncCell(Cell):
 
     rate: str
     hidden_size: int = 256
+    num_layers: int = 16
+    precision: str = "fp32"
     first_round: ClassVar[int] = 0
 
     @property
     def name(self) -> str:
         """As the table has it."""
-        return f"{self.sizes}, {self.rate}"
+        layers = "" if self.num_layers == 16 else f", {self.num_layers} layers"
+        precision = "" if self.precision == "fp32" else f", {self.precision}"
+        return f"{self.sizes}{layers}{precision}, {self.rate}"
 
     @property
     def layer_ms(self) -> tuple[float, float]:
@@ -59,32 +63,43 @@ class SyncCell(Cell):
             num_ranks=self.num_ranks,
             data_parallel=self.data_parallel,
             hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
             recompute=self.recompute,
+            precision=self.precision,
         )
 
     def chosen(self, number: int, runs: Sequence[Run]) -> list[Variant]:
-        """Return stock's default, candidates for its strongest, and ours, clipping and not."""
-        job, by_name = self.job, {variant.name: variant for variant in variants.known(self.job)}
-        most = job.segment_counts[-1]
-        stock = [by_name[f"stock-v{most}-n8{ending}"] for ending in ("-do", "")]
+        """Return stock's default, candidates for its strongest, and ours."""
+        by_name = {variant.name: variant for variant in variants.known(self.job)}
+        find = self._clipped_and_not if self.precision == "fp32" else self._in_16_bits
+        found = [DEFAULT, *find(by_name, self.job.segment_counts[-1])]
+        return found if number < 2 else compare.kept(found, runs, 1)
+
+    def _clipped_and_not(self, by_name: Mapping[str, Variant], most: int) -> Iterator[Variant]:
+        yield from (by_name[f"stock-v{most}-n8{ending}"] for ending in ("-do", ""))
         order, distributed = (by_name[f"aiao-s{most}{ending}"] for ending in ("", "-do"))
-        ours = [distributed]
-        if job.data_parallel == 1 or job.recompute:  # forwards are too short to hide an all-gather
-            ours.append(order)
-        if job.data_parallel > 1:
+        yield distributed
+        if self.data_parallel == 1 or self.recompute:  # forwards are too short for an all-gather
+            yield order
+        if self.data_parallel > 1:
             split = with_parts(order.flags, ":step=next")
             delays = with_parts(split, f":wgrad=last@{most // 2 - 1},{most // 2}")
-            ours.append(Variant(f"{order.name}-auto-bound", (*split, *_NEVER_CLIPS)))
-            ours.append(Variant(f"{order.name}-auto-delay", (*delays, *_NEVER_CLIPS)))
-            group = ("--microbatch-group-size-per-virtual-pipeline-stage", "8")
+            yield Variant(f"{order.name}-auto-bound", (*split, *_NEVER_CLIPS))
+            yield Variant(f"{order.name}-auto-delay", (*delays, *_NEVER_CLIPS))
             for run, ending in ((order, ""), (distributed, "-do")):
-                chooses = Variant(
-                    f"chosen-s{most}{ending}", ("--schedule", "auto", *run.flags[2:], *group)
-                )
-                unclipped = (*chooses.flags, *_UNCLIPPED)
-                ours += [chooses, Variant(f"{chooses.name}-auto-unclipped", unclipped)]
-        found = [DEFAULT, *stock, *ours]
-        return found if number < 2 else compare.kept(found, runs, 1)
+                chooses = _chooses(f"chosen-s{most}{ending}", run)
+                yield chooses
+                yield Variant(f"{chooses.name}-auto-unclipped", (*chooses.flags, *_UNCLIPPED))
+
+    def _in_16_bits(self, by_name: Mapping[str, Variant], most: int) -> Iterator[Variant]:
+        """Yield more of stock's flags, as what travels depends on them, and ours that clips."""
+        names = (f"v{most}-n8-do", f"v{most}-n8", f"v{most // 2}-n8-do")
+        distributed, *others = (by_name[f"stock-{name}"] for name in names)
+        yield from (distributed, *others, by_name[f"stock-v{most // 2}-n8-noalign-do"])
+        if self.data_parallel == 4:
+            instances = ("--num-distributed-optimizer-instances", "2")
+            yield Variant(f"{distributed.name}-instances", (*distributed.flags, *instances))
+        yield _chooses(f"chosen-s{most}-do", by_name[f"aiao-s{most}-do"])
 
     def warmup(self, variant: Variant) -> int:
         """Return how many iterations of a variant are not timed."""
@@ -106,17 +121,28 @@ class SyncCell(Cell):
         return clipped, [run for run in runs if run not in clipped]
 
 
+def _chooses(name: str, run: Variant) -> Variant:
+    group = ("--microbatch-group-size-per-virtual-pipeline-stage", "8")
+    return Variant(name, ("--schedule", "auto", *run.flags[2:], *group))
+
+
 # Rates at which stock's default leaves DP.sync exposed for about 45, 30 and 15% of an iteration; at
 # 100 Mb/s compute and DP.sync take about as long as each other.
 # Eight ranks have smaller layers: two cores cannot compute the others in the paced time.
 CELLS = tuple(
-    SyncCell(num_ranks=pp, data_parallel=dp, hidden_size=hidden, recompute=recompute, rate=rate)
-    for pp, dp, hidden, recompute, rates in (
-        (2, 2, 256, False, ("90mbit", "100mbit", "125mbit", "175mbit", "350mbit")),
-        (2, 2, 256, True, ("70mbit", "135mbit", "325mbit")),
-        (2, 4, 128, False, ("37mbit", "62mbit", "150mbit")),
-        (4, 1, 256, False, ("90mbit",)),
-        (2, 4, 128, True, ("48mbit",)),
+    SyncCell(num_ranks=pp, data_parallel=dp, rate=rate, **what)
+    for pp, dp, rates, what in (
+        (2, 2, ("90mbit", "100mbit", "125mbit", "175mbit", "350mbit"), {}),
+        (2, 2, ("70mbit", "135mbit", "325mbit"), {"recompute": True}),
+        (2, 4, ("37mbit", "62mbit", "150mbit"), {"hidden_size": 128}),
+        (4, 1, ("90mbit",), {}),
+        (2, 4, ("48mbit",), {"hidden_size": 128, "recompute": True}),
+        (2, 3, ("67.5mbit",), {"num_layers": 12}),
+        (2, 2, ("75mbit", "130mbit", "260mbit"), {"precision": "bf16"}),
+        (2, 2, ("50mbit", "87mbit", "175mbit"), {"precision": "bf16-grads"}),
+        (2, 3, ("34mbit",), {"num_layers": 12, "precision": "bf16-grads"}),
+        (2, 4, ("28mbit",), {"hidden_size": 128, "precision": "bf16"}),
+        (2, 4, ("18.5mbit",), {"hidden_size": 128, "precision": "bf16-grads"}),
     )
     for rate in rates
 )

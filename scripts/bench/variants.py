@@ -10,6 +10,8 @@ from pathlib import Path
 from scripts.paper.systems import SYSTEMS, Layout
 
 _DISTRIBUTED_OPTIMIZER = "--use-distributed-optimizer"
+PRECISIONS = {"fp32": (), "bf16": ("--bf16",), "bf16-grads": ("--bf16", "--grad-reduce-in-bf16")}
+"""Flags of the weights, and of the gradients that replicas add up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +31,16 @@ class Job:
     recompute: bool = False
     untied: bool = False  # word embeddings of their own at both ends
     vocab_size: int = 127
+    precision: str = "fp32"  # one of `PRECISIONS`
 
     def __post_init__(self) -> None:
         sizes = {"pp": self.num_ranks, "dp": self.data_parallel, "layers": self.num_layers}
         for flag, size in sizes.items():
             if size < 1:
                 raise ValueError(f"--{flag} {size}: it is at least one")
+        if self.precision not in PRECISIONS:
+            known = ", ".join(PRECISIONS)
+            raise ValueError(f"--precision {self.precision}: it is one of {known}")
         if self.num_layers % self.num_ranks:
             nearest = max(1, self.num_layers // self.num_ranks) * self.num_ranks
             raise ValueError(
@@ -60,6 +66,14 @@ class Job:
         """The micro-batch groups that Megatron takes: depth-first is first, breadth-first last."""
         total = self.num_microbatches
         return [size for size in range(self.num_ranks, total + 1) if total % size == 0]
+
+    @property
+    def loss_tolerance(self) -> float:
+        """By how much losses of two variants may differ over a handful of small updates.
+
+        They add up the same numbers in another order.
+        """
+        return 1e-5 if self.precision == "fp32" else 1e-3
 
     def flags(self) -> list[str]:
         """Spell the job for ``pretrain_gpt.py``."""
@@ -95,7 +109,7 @@ class Job:
             flags |= {"recompute-num-layers": 1}
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         untied = ["--untie-embeddings-and-output-weights"] if self.untied else []
-        return [*words, *untied, "--mock-data"]
+        return [*words, *untied, *PRECISIONS[self.precision], "--mock-data"]
 
 
 _OPTIONS = {
@@ -110,6 +124,7 @@ _OPTIONS = {
     "recompute": ("recompute", "recompute every layer"),
     "untied": ("untied", "untie the word embeddings"),
     "vocab_size": ("vocab_size", "Megatron pads it"),
+    "precision": ("precision", f"one of {', '.join(PRECISIONS)}"),
     "iterations": ("num_iterations", "of each run"),
 }
 """Options of a command line: the field of a job that each sets, and its help."""

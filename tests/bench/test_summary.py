@@ -63,7 +63,7 @@ def test_the_table_has_gains_over_the_strongest_and_the_default_and_ratios_to_th
 
 def test_a_loss_that_differs_in_one_iteration_is_reported():
     odd = run(OURS, 3, 150.0, 150.0, losses={3: 4.0 / 3 * 1.001})
-    largest, lines = summary.loss_disagreements([*RUNS, odd])
+    largest, lines = summary.loss_disagreements([*RUNS, odd], 1e-5)
     assert largest == pytest.approx(1e-3)
     assert lines == ["aiao-s2, round 3: losses differ by 1.0e-03"]
 
@@ -71,9 +71,9 @@ def test_a_loss_that_differs_in_one_iteration_is_reported():
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_disagrees(loss):
     odd = run(OURS, 3, 150.0, 150.0, losses={2: loss})
-    assert len(summary.loss_disagreements([*RUNS, odd])[1]) == 1
+    assert len(summary.loss_disagreements([*RUNS, odd], 1e-5)[1]) == 1
 
 
 def test_a_skipped_update_disagrees_with_a_loss():
     odd = Run(variant=OURS, round=3, iterations=(LoggedIteration(number=1, elapsed_ms=1.0),))
-    assert len(summary.loss_disagreements([*RUNS, odd])[1]) == 1
+    assert len(summary.loss_disagreements([*RUNS, odd], 1e-5)[1]) == 1
