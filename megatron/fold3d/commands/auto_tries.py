@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron.fold3d.commands.console import counted, faster
+from megatron.fold3d.commands.console import counted, faster, table
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.observe.digits import seconds
 from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.descent import Descent, Space, orders_worth_trying
@@ -39,11 +40,9 @@ def lines(
     if alike is not None:
         rows.insert(0, ("stock, same layout", in_full(alike.candidate), alike.iteration_s))
     rows += [("tries", str(one.choice), one.seconds) for one in tried]
-    base_s, width = rows[0][2], max(len(name) for _, name, _ in rows)
-    title_width = max(len(title) for title, _, _ in rows) + 2
-    for number, (title, name, seconds) in enumerate(rows):
-        gain = f"  {faster(base_s / seconds - 1)}" if number else ""
-        yield f"{title:<{title_width}}{name:<{width}}  {seconds:.6g} s{gain}"
+    gains = ["", *(faster(rows[0][2] / time_s - 1) for *_, time_s in rows[1:])]
+    cells = ((*names, seconds(s), gain) for (*names, s), gain in zip(rows, gains, strict=True))
+    yield from table(cells, left=2)
     if not tried:
         yield "nothing that fits is predicted to be faster"
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import chain, product
 from string import ascii_uppercase
@@ -34,6 +34,19 @@ def faster_between(low: float, high: float) -> str:
     """Return ``3.0% to 5.0% faster``, or ``1.2% slower to 0.4% faster``: a range of gains."""
     least = f"{abs(low):.1%}" if (low < 0) == (high < 0) else faster(low)
     return f"{least} to {faster(high)}"
+
+
+def table(rows: Iterable[Sequence[str]], *, left: int = 1) -> Iterator[str]:
+    """Yield rows of cells as lines in which columns are aligned.
+
+    Args:
+        left: how many columns begin flush left; the others are numbers, and end flush right.
+    """
+    known = [*rows]
+    widths = [max(map(len, column)) for column in zip(*known, strict=True)]
+    forms = [f"{'<' if number < left else '>'}{width}" for number, width in enumerate(widths)]
+    for row in known:
+        yield "  ".join(map(format, row, forms)).rstrip()
 
 
 def lettered(names: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ from math import inf, isfinite
 from pathlib import Path
 
 from megatron.fold3d.config.spelling import flag_of
-from megatron.fold3d.observe.fields import read_text
+from megatron.fold3d.observe.fields import read_as
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate
@@ -145,13 +145,13 @@ def costs_from(path: Path, num_stages: int) -> Costs:
         ValueError: the file holds no such costs; the message begins with the path.
         OSError: it cannot be read.
     """
-    text = read_text(path)
-    try:
+
+    def parse(text: str) -> Costs:
         costs = Costs.from_json(text)
         costs.check(num_stages)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return costs
+        return costs
+
+    return read_as(path, parse)
 
 
 def _seconds(text: str) -> list[tuple[str, float]]:

@@ -7,12 +7,12 @@ or null. Such are named, since what is off here might be on by default.
 import json
 import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.commands.console import OK, complain, write
-from megatron.fold3d.observe.fields import parse_json, read_text
+from megatron.fold3d.observe.fields import parse_json, read_as
 
 EXAMPLE = "fold3d import Llama-3.1-8B/config.json"
 
@@ -150,20 +150,22 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the flags; returns the exit code."""
-    text = read_text(args.config)
-    try:
-        found = parse_json(text)
-        if not isinstance(found, dict):
-            raise ValueError(f"holds a {type(found).__name__}; a configuration is an object")
-        flags = megatron_flags(found)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{args.config}: not JSON: {error}; give a model's config.json") from None
-    except ValueError as error:
-        raise ValueError(f"{args.config}: {error}") from None
+    found, flags = read_as(args.config, _parsed)
     write((json.dumps(flags) if args.json else shlex.join(flags)) + "\n")
     for remark in remarks(found):
         complain(remark)
     return OK
+
+
+def _parsed(text: str) -> tuple[Mapping[str, Any], Sequence[str]]:
+    """Return a configuration and its flags."""
+    try:
+        found = parse_json(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}; give a model's config.json") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"holds a {type(found).__name__}; a configuration is an object")
+    return found, megatron_flags(found)
 
 
 def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -76,26 +76,26 @@ def draw(asked: str, title: str, views: Sequence[View]) -> bytes:
     num_lines = sum(map(len, (title_lines, *names, *captions))) + ceil(len(legend) / _COLUMNS)
     height = _SPACE * (1 + len(views)) + _LINE * num_lines + _AXIS
     height += sum(diagram.height for diagram in diagrams)
-    picture = figure(asked, height)
-    picture.set_layout_engine("none")
+    with figure(asked, height) as picture:
+        picture.set_layout_engine("none")
 
-    def write(lines: Sequence[str], top: float, ink: str, weight: str = "normal") -> float:
-        at = _SPACE / WIDTH, 1 - top / height
-        picture.text(*at, "\n".join(lines), va="top", color=PLAIN[ink], weight=weight)
-        return top + _LINE * len(lines)
+        def write(lines: Sequence[str], top: float, ink: str, weight: str = "normal") -> float:
+            at = _SPACE / WIDTH, 1 - top / height
+            picture.text(*at, "\n".join(lines), va="top", color=PLAIN[ink], weight=weight)
+            return top + _LINE * len(lines)
 
-    top = write(title_lines, _SPACE, "ink", "bold")
-    for name, caption, diagram in zip(names, captions, diagrams, strict=True):
-        top = write(caption, write(name, top + _SPACE, "ink", "bold"), "soft") + diagram.height
-        place = (_LEFT / WIDTH, 1 - top / height, _ACROSS / WIDTH, diagram.height / height)
-        axes = picture.add_axes(place, frameon=False)
-        axes.set(xlim=(0, end_s / unit_s or 1.0), ylim=(diagram.height, 0))
-        axes.tick_params(length=0, labelcolor=PLAIN["soft"], labelbottom=False)
-        diagram.fill(axes, unit_s)
-    axes.tick_params(labelbottom=True)  # the last one's
-    axes.set_xlabel(f"time [{unit}]")
-    _add(picture, legend)
-    return as_bytes(picture, title)
+        top = write(title_lines, _SPACE, "ink", "bold")
+        for name, caption, diagram in zip(names, captions, diagrams, strict=True):
+            top = write(caption, write(name, top + _SPACE, "ink", "bold"), "soft") + diagram.height
+            place = (_LEFT / WIDTH, 1 - top / height, _ACROSS / WIDTH, diagram.height / height)
+            axes = picture.add_axes(place, frameon=False)
+            axes.set(xlim=(0, end_s / unit_s or 1.0), ylim=(diagram.height, 0))
+            axes.tick_params(length=0, labelcolor=PLAIN["soft"], labelbottom=False)
+            diagram.fill(axes, unit_s)
+        axes.tick_params(labelbottom=True)  # the last one's
+        axes.set_xlabel(f"time [{unit}]")
+        _add(picture, legend)
+        return as_bytes(picture, title)
 
 
 def _in_lines(text: str, of_char: float) -> list[str]:
@@ -105,10 +105,10 @@ def _in_lines(text: str, of_char: float) -> list[str]:
 
 def _caption(row: Exposure) -> str:
     exposed = (("DP.sync", row.grad_sync_s), ("PP.sync", row.p2p_s), ("copies", row.copy_s))
-    parts = [f"{row.total_s * 1e3:.0f} ms per iteration", f"bubble {row.share(row.bubble_s):.1%}"]
+    parts = [f"bubble {row.share(row.bubble_s):.1%}"]
     if shares := [f"{what} {row.share(s):.1%}" for what, s in exposed if s > 0]:
         parts.append(f"exposed {', '.join(shares)}")
-    return " · ".join(parts)
+    return f"{row.total_s * 1e3:.0f} ms per iteration: {', '.join(parts)}"
 
 
 class _Diagram:

@@ -7,7 +7,7 @@ over. Commands take short forms beside them.
 
 import json
 from argparse import ArgumentError, ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
@@ -108,9 +108,17 @@ def read_words(words: Sequence[str], typed: Sequence[str] = ()) -> Namespace:
             raise ValueError(f"there is no {word}; did you mean {near[0]}?")
     if unknown:
         hint = suggestion(unknown, parser._option_string_actions)
+        if unknown[0].startswith("--"):
+            hint = hint or "; flags that are your script's own stand behind --"
         raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     _write_out(args)
     return args
+
+
+def flags_of_trainings(words: Iterable[str]) -> list[str]:
+    """Return the words that are flags of Megatron or of ours, or short forms of them."""
+    known = _parser()._option_string_actions
+    return [word for word in words if word.partition("=")[0] in known]
 
 
 def unread(words: Sequence[str], typed: Sequence[str]) -> Mapping[str, str]:

@@ -29,6 +29,20 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: not text in UTF-8") from None
 
 
+def read_as[T](path: Path, parse: Callable[[str], T]) -> T:
+    """Return what ``parse`` makes of the text in a file that a user named.
+
+    Raises:
+        ValueError: as `read_text`, or of ``parse``; the message begins with the path.
+        OSError: the file cannot be read.
+    """
+    text = read_text(path)
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def parse_json(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
     """Return the value of a text in JSON, or in the language that ``parse`` reads.
 
