@@ -14,7 +14,7 @@ from megatron.fold3d.predict.search.settled import PredictedRun
 
 
 def tries(run: PredictedRun, config: Fold3DConfig) -> tuple[Predicted, ...]:
-    """Return stock's order, and what training is predicted to try behind it.
+    """Return stock's order, and the choices that training is predicted to try after it.
 
     Args:
         run: the run, in stock's order.
@@ -31,10 +31,10 @@ def tries(run: PredictedRun, config: Fold3DConfig) -> tuple[Predicted, ...]:
 def lines(
     stock: Predicted, tried: Sequence[Predicted], alike: JudgedCandidate | None = None
 ) -> Iterator[str]:
-    """Yield what would be tried, and its gain over stock's best in this layout, in lines.
+    """Yield lines that say what would be tried, and what it gains.
 
     Args:
-        alike: stock's best; its order is what there is to compare with where it is not known.
+        alike: the fastest stock of this layout; without it, gains are over stock's order.
     """
     rows = [("stock's order", str(stock.choice), stock.seconds)]
     if alike is not None:
@@ -48,7 +48,7 @@ def lines(
 
 
 def in_full(stock: Candidate) -> str:
-    """Return how stock runs, with what its flags beside the layout are."""
+    """Return a configuration of stock in words, with all that its flags set beside the layout."""
     sums = "--use-distributed-optimizer" if stock.setup.distributed_optimizer else "all-reduce"
     segments = counted(stock.num_segments, "segments")
     return f"{stock.name}, {segments}, {sums}, recomputes {stock.setup.recompute}"

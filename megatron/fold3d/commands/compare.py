@@ -44,7 +44,7 @@ ARMS = {
     "search": "search",
     "auto": "auto",
 }
-"""What the folders of `compare.sbatch` are, behind the number that each begins with."""
+"""The arms of `compare.sbatch`, by the names of their folders without the leading number."""
 EXAMPLE = "fold3d compare runs/default runs/tuned runs/auto --html comparison.html"
 
 _SPEEDS = {
@@ -173,7 +173,7 @@ def speed_lines(compared: Comparison) -> Iterator[str]:
 
 
 def verdict(compared: Comparison) -> str:
-    """Return the one sentence about the last run, and what it is to be compared with."""
+    """Return one sentence that compares the last run with the one that it has to beat."""
     if any(run.shares_cores for run in compared.runs):
         return "No verdict: ranks shared the cores of one machine, without a network between"
     number = _baseline(compared)
@@ -195,7 +195,7 @@ def _baseline(compared: Comparison) -> int:
 
 
 def _speed_table(compared: Comparison) -> Iterator[tuple[str, ...]]:
-    """Yield titles, and a row for each run; there are no columns of what no log says."""
+    """Yield titles, and a row for each run; columns that no log fills are left out."""
     runs = compared.runs
     speeds = [_speed(run) for run in runs]
     known = {

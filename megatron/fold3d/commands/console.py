@@ -50,7 +50,7 @@ def table(rows: Iterable[Sequence[str]], *, left: int = 1) -> Iterator[str]:
 
 
 def lettered(names: Iterable[str]) -> list[str]:
-    """Return names with a letter before each, which tells apart those that are equal."""
+    """Return names with a letter before each, so that equal names can be told apart."""
     letters = chain(ascii_uppercase, map("".join, product(ascii_uppercase, repeat=2)))
     return [f"{letter} {name}" for letter, name in zip(letters, names, strict=False)]
 
@@ -61,9 +61,9 @@ def complain(message: str) -> None:
 
 
 def suggestion(words: Iterable[str], known: Iterable[str]) -> str:
-    """Return ``; did you mean ...?`` for words that are nearly one of those known, or nothing.
+    """Return ``; did you mean ...?`` for words that resemble known ones, or nothing.
 
-    A word that begins one of them stands for it.
+    A word may also be the beginning of a known one.
     """
     choices = sorted(known)
     near = [match for word in words for match in _nearest(word.partition("=")[0], choices)]
@@ -78,12 +78,12 @@ def _nearest(word: str, choices: Sequence[str]) -> Sequence[str]:
 
 
 class Progress:
-    """A line on stderr every few seconds: how many are done, of what takes longer than that.
+    """Says on stderr every few seconds how many candidates are done.
 
-    Most of those that are left are ruled out, so they say nothing of the time that is left.
+    Most of the remaining candidates are ruled out at once, so no remaining time is predicted.
 
     Args:
-        what: the word for what is counted, a participle.
+        what: what is done to a candidate, such as ``simulated``.
     """
 
     EVERY_S = 5.0
@@ -93,7 +93,7 @@ class Progress:
         self._next_s = self._start_s + self.EVERY_S
 
     def __call__(self, done: int, most: int) -> None:
-        """Tell how many are done, and how many of those that there are now may follow."""
+        """Tell how many of at most ``most`` candidates are done."""
         if (now_s := monotonic()) < self._next_s:
             return
         took_s = now_s - self._start_s

@@ -20,7 +20,7 @@ EXAMPLE = "torchrun --nproc-per-node 8 --no-python fold3d doctor"
 _PROBE = (sys.executable, "-m", "megatron.fold3d.training.installation_facts")
 _PROBE_S = 600.0
 _NEEDED = ("torch", "megatron-core", "namespace")  # without these there is nothing to probe
-_PLANS = "training"  # found absent, there is the planner alone
+_PLANS = "training"  # this finding stands for the planner alone, without torch and Megatron
 _WIDTH = len("transformer-engine")
 _SLOW_LINK = 4.0  # times as slow as the median link
 

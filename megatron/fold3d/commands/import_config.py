@@ -1,7 +1,7 @@
 """``fold3d import``: a Hugging Face configuration as Megatron's flags.
 
-A field that no table here knows is refused, since the model might differ by it; unless it is false
-or null. Such are named, since what is off here might be on by default.
+A field that no table here knows is refused, since the model might differ by it. If the field is
+false or null it is only named, since what is off here might be on by default.
 """
 
 import json
@@ -52,7 +52,7 @@ _LATENT = {
     "aux_loss_alpha": "--moe-aux-loss-coeff",
 }
 _OPTIONAL = ("rms_norm_eps", "router_aux_loss_coef", "q_lora_rank", "aux_loss_alpha")
-# Other fields, likewise.
+# Fields that are no flag by themselves, by the models that have them.
 _COMMON = {
     *("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling"),
     *("attention_dropout", "attention_bias", "hidden_act", "tie_word_embeddings"),
@@ -89,7 +89,7 @@ _FAMILIES: Mapping[str, tuple[Mapping[str, str], set[str], tuple[str, ...]]] = {
     **dict.fromkeys((_V2, _V3), (_LATENT, _OF_DEEPSEEK, ())),
 }
 _BUT_GPT_OSS = ("--swiglu", "--position-embedding-type rope", "--disable-bias-linear")
-# The value of a field that has a counterpart, or whether one has; and which do, in words.
+# The only value of a field that Megatron has too, or a test for such values; and the rule in words.
 _MUST_BE: Mapping[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "silu, which --swiglu computes"),
     "attention_bias": (False, "false: Megatron has one flag for all biases"),

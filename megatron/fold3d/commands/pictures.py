@@ -81,11 +81,7 @@ def plot_losses(title: str, panels: Mapping[str, Lines]) -> bytes:
     """Return the SVG of losses in plots one above the other; equal losses give equal bytes.
 
     Args:
-        title: stands above them.
         panels: the lines of each plot, the same names in all, by the name of its axis.
-
-    Raises:
-        ValueError: matplotlib is not installed.
     """
     with figure("--svg", 240 * len(panels) + 100) as picture:
         picture.suptitle(title, x=0.01, ha="left", weight="bold", size=SIZE)
@@ -133,15 +129,11 @@ def plot_bars(
     """Return the SVG of groups of bars, with their values; equal ones give equal bytes.
 
     Args:
-        title: stands above them.
         axis: what the values are, with their unit.
-        groups: the bars of each, by its name.
+        groups: the bars of each group, by its name.
         other: what the other values are.
         stacked: whether the bars of a group are parts of one.
-        description: what the file says of itself.
-
-    Raises:
-        ValueError: matplotlib is not installed.
+        description: metadata of the file.
     """
     place = _stack if stacked else _side_by_side
     widest = max(bar.value or 0.0 for group in groups.values() for bar in group)

@@ -136,12 +136,7 @@ def environment(candidate: Candidate, cluster: Cluster) -> Mapping[str, str]:
 
 
 def plot(found: Search, file: Path) -> None:
-    """Draw time and memory of all that was simulated.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
+    """Draw time and memory of all that was simulated."""
     with figure(f"--plot {file}", 340) as picture:
         axes = picture.add_subplot(
             xlabel="GiB of the fullest GPU", ylabel="seconds of an iteration", yscale="log"
@@ -162,7 +157,7 @@ def plot(found: Search, file: Path) -> None:
 
 
 def _table(found: Search, own: JudgedCandidate | None = None) -> Iterator[str]:
-    """Yield rows by time; what takes as long at the same sizes is one row, with what differs."""
+    """Yield rows by time; candidates of equal sizes and times share one, with what differs."""
     stock = found.best_stock
     rows = [*found.best]
     rows += [row for row in dict.fromkeys((stock, found.same_layout)) if row and row not in rows]

@@ -28,7 +28,6 @@ class Report:
 
     Attributes:
         peaks: the most bytes that each rank's GPU holds; empty if memory is not known.
-        cluster: the GPUs, if there are any.
         left_out: flags that the simulation ignores.
         layers: of each stage, where they were given or chosen.
     """
@@ -126,7 +125,7 @@ def page_of(reports: Sequence[Report]) -> str:
 
 
 def title_of(reports: Sequence[Report]) -> str:
-    """Return the title of a page or a picture: the job, and what of it all runs share."""
+    """Return the title of a page or a picture: the job, then name and sizes if all runs agree."""
     shape, cluster = reports[0].run.shape, reports[0].cluster
     parts = [f"{shape.name} on {cluster.name}"] if shape and cluster else []
     for of_each in ({report.name for report in reports}, {_sizes(report) for report in reports}):

@@ -34,12 +34,16 @@ _LEGEND = {
     "update": "optimizer",
     "row": "bubble",
 }
-"""What spans are drawn as: a kind of work, which has shades, or one of `PLAIN`. And their names."""
+"""The looks of spans, with their names: a kind of work, which has shades, or one of `PLAIN`."""
 _THIN_LANES = (Lane.GRAD_SYNC, Lane.COPY)
 _DRAWN = (*BUSY_LANES, *_THIN_LANES)
 _MOST_VECTORS = 1_000  # boxes of a color; more of them are pixels
 _OUTLINED = ("waits-sync", "waits-p2p")
-_UNITS = ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)  # of which the first reads well
+_UNITS = (
+    ("s", 1.0),
+    ("ms", 1e-3),
+    ("µs", 1e-6),
+)  # the first that a time contains
 _A_LITTLE_MORE = 1.02
 # In points.
 _LEFT, _ACROSS = 52.0, WIDTH - 64
@@ -55,11 +59,8 @@ def draw(asked: str, title: str, views: Sequence[View]) -> bytes:
     Several are shown for a steady iteration of the slowest and a little more.
 
     Args:
-        asked: the option that asks for it.
-        views: simulated or measured runs; the name of one that is alone is not shown.
-
-    Raises:
-        ValueError: matplotlib is not installed.
+        asked: the option that asks for the picture.
+        views: simulated or measured runs; a single run's name is not shown.
     """
     shown, end_s = [view.timeline for view in views], None
     if len(views) > 1:

@@ -40,7 +40,7 @@ LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "
 """Fields of a shape with multi-latent attention."""
 _IF_ASKED = ("num_query_groups", "rotary_base", "moe_router_topk", *LATENT)
 SIZES = {name: field for name, field in FIELDS.items() if name not in _IF_ASKED}
-"""Fields of a shape that a flag alone gives, by Megatron's attribute."""
+"""Fields of a shape that one flag gives, by Megatron's attribute."""
 NOT_MODELLED = {
     **dict.fromkeys(
         ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"),
@@ -122,7 +122,7 @@ def flags_of_trainings(words: Iterable[str]) -> list[str]:
 
 
 def unread(words: Sequence[str], typed: Sequence[str]) -> Mapping[str, str]:
-    """Return the flags, with their values, of which the last is a script's that could not be read.
+    """Return the flags whose last value is the script's and could not be read, with this value.
 
     Args:
         words: as of `read_words`, with a dollar sign where a part could not be read.
@@ -189,7 +189,7 @@ def _parser() -> ArgumentParser:
 
 
 def _with_values(parser: ArgumentParser, words: Sequence[str]) -> Iterator[str]:
-    """Yield the words without what could not be read, and known flags that lack their value."""
+    """Yield the words, but none that could not be read, and no known flag without its value."""
     known = parser._option_string_actions
     for word, following in pairwise((*words, "--")):
         takes_value = word in known and known[word].nargs != 0 and known[word].nargs != "?"

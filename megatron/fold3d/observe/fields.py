@@ -98,10 +98,10 @@ def check_fields(of: Any, *, may_be_zero: Container[str] = ()) -> None:
     Args:
         of: the object; ``int`` fields must hold whole numbers, and all numbers be above zero. A
             field of ``int | None`` may hold None or zero as well.
-        may_be_zero: the fields that may be zero as well, beside those that are by default.
+        may_be_zero: fields that may be zero although they are not by default.
 
     Raises:
-        ValueError: one is of another type or, of numbers, not finite, negative, or zero.
+        ValueError: a field has another type, or its number is not finite, negative, or zero.
     """
     for field in fields(of):
         value, name, kind = getattr(of, field.name), field.name, field.type

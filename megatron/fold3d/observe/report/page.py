@@ -59,7 +59,6 @@ def page(
     """Return the page as HTML.
 
     Args:
-        caption: the line below the title.
         views: the first is the one that the tiles are about.
         speeds: the rows of a table about all iterations, not only the traced ones; titles first.
         gain: of the first view over stock of the same layout, in words, if that is shown too.
