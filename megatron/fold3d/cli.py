@@ -40,10 +40,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         known = self._option_string_actions
         unknown = [w for w in self.words if w.startswith("--") and w.partition("=")[0] not in known]
-        super().error(message + (_what_may_be_meant(unknown, self) if unknown else ""))
+        super().error(message + (_hint(unknown, self) if unknown else ""))
 
 
-def _what_may_be_meant(words: Sequence[str], command: argparse.ArgumentParser) -> str:
+def _hint(words: Sequence[str], command: argparse.ArgumentParser) -> str:
     """Return what options that a command does not know may be: misspelt, or a training's flags."""
     from megatron.fold3d.commands.training_words import flags_of_trainings
 

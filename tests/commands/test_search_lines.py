@@ -10,7 +10,7 @@ from megatron.fold3d.commands.search_lines import (
     _in_16_bits,
     _table,
     environment,
-    of_stock_first,
+    gains_over_yours,
     plot,
     rates_of,
     verdict,
@@ -141,7 +141,7 @@ def test_stocks_flags_come_before_ours_largest_first():
     )
     mine = Yours(run=own, alone=alone, same_layout=judged(STOCK, 6.25), coded=judged(STOCK, 8.0))
     others = replace(AIAO, num_ranks=8)
-    assert list(of_stock_first(found(judged(others, 5.0)), mine)) == [
+    assert list(gains_over_yours(found(judged(others, 5.0)), mine)) == [
         "yours takes 10.0 s; try these of stock's flags first, each alone:",
         "   25.0% faster  --grad-reduce-in-bf16, which changes results",
         "   11.1% faster  --use-distributed-optimizer",

@@ -50,10 +50,10 @@ def lines_of(
         yield f"{flag}: no GPU has timed it; rows have it where no recomputation makes AIAO fit"
     yield from _in_16_bits(found)
     yield from _coded(found)
-    yield from of_stock_first(found, own) if own else ()
+    yield from gains_over_yours(found, own) if own else ()
     cases = gains(found, shape, cluster)
     yield from _assumptions(found, cases)
-    yield from _where_experts_sit(found.choice.candidate, cluster)
+    yield from _expert_places(found.choice.candidate, cluster)
     rates = rates_of(found.choice, shape, cluster)
     yield f"per GPU: {Flops(rates['flops_per_gpu_s'], rates['hardware_flops_per_gpu_s'])}"
     yield f"MFU {rates['mfu']:.1%}; {digits(rates['tokens_per_s'])} tokens/s of all GPUs"
@@ -68,7 +68,7 @@ def lines_of(
     yield from others
 
 
-def _where_experts_sit(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
+def _expert_places(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
     ranks = candidate.setup.expert_ranks
     if ranks[1] > 1:
         inside = prod(ranks) <= cluster.gpus_per_node
@@ -254,7 +254,7 @@ def _coded(found: Search) -> Iterator[str]:
         yield f"  {seconds(choice.iteration_s)}{than}: {c.name}"
 
 
-def of_stock_first(found: Search, own: Yours) -> Iterator[str]:
+def gains_over_yours(found: Search, own: Yours) -> Iterator[str]:
     """Yield by how much each of stock's flags makes the user's run faster, then all together."""
     before_s = own.run.iteration_s
 

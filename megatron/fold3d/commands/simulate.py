@@ -101,7 +101,7 @@ def run(args: Namespace) -> int:
         complain(f"{asked.config.plan_file}: {error}")
         return REJECTED
     if asked.config.choice.order == AUTO:
-        write(_what_auto_would_try(args, asked))
+        write(_auto_answer(args, asked))
         return OK
     report = _report(asked)
     reports = [report, *(_beside(args, flags, report) for flags in args.beside)]
@@ -245,7 +245,7 @@ def _check_costs(its: PredictedRun, said: Described) -> None:
             raise ValueError(f"{flag}: it is for the layers of a model; give a model and --cluster")
 
 
-def _what_auto_would_try(args: Namespace, asked: _Asked) -> str:
+def _auto_answer(args: Namespace, asked: _Asked) -> str:
     """Return what ``--schedule auto`` would try in training with these costs, as text or JSON."""
     if given := [f"--{name}" for name in ("svg", "html") if getattr(args, name)]:
         raise ValueError(
