@@ -44,6 +44,7 @@ def lines_of(
     """
     yield from _table(found, None if own is None else own.run)
     yield f"{found.considered} considered, {found.too_large} too large for memory"
+    yield "limit: what takes the largest share of an iteration beside computation"
     yield f"efficiency of layers: {source_of(cluster)}"
     if any(choice.candidate.offload for choice in found.best):
         flag = "--offload-activations on"
