@@ -1,4 +1,4 @@
-"""Keep the pages short: limits of their words, and of sentences where users read.
+"""Keep the pages short: limits of their words, and of the words of a sentence.
 
     .venv/bin/python scripts/check_prose.py
 
@@ -15,18 +15,13 @@ ROOT = Path(__file__).parents[1]
 README_WORDS = 1_300
 ALL_WORDS = 25_000
 SENTENCE_WORDS = 35
-USER_PAGES = (
-    "README.md",
-    *(f"docs/{name}.md" for name in ("quickstart", "flags", "slurm", "troubleshooting")),
-    "docs/compatibility.md",
-)
 # The beginnings of longer sentences that are clearer whole: at most ten.
 EXCEPTIONS = (
     "The same comparisons also give",  # options, by name
     "CODE CODE CODE CODE CODE CODE CODE CODE CODE CODE CODE CODE CODE",  # patched symbols
 )
 
-CODE_BLOCK = re.compile(r"^```.*?^```$|^(?: {4}\S[^\n]*\n)+(?=\n|\Z)", re.M | re.S)
+CODE_BLOCK = re.compile(r"^```.*?^```$|^(?: {4} *\S[^\n]*\n)+(?=\n|\Z)", re.M | re.S)
 BEGINS = re.compile(r"^(?:[-*] |\d+\. |#+ |> )|\|", re.M)  # of an item, a heading or a cell
 SENTENCE_END = re.compile(r"(?<=[.!?])[)*\"]*\s+(?=[^a-z])")
 
@@ -61,15 +56,15 @@ def problems(root: Path) -> Iterator[str]:
     if len(EXCEPTIONS) > 10:
         yield f"EXCEPTIONS has {len(EXCEPTIONS)} sentences, of at most 10; split some"
     unused = set(EXCEPTIONS)
-    for name in USER_PAGES:
-        for sentence in sentences((root / name).read_text()):
+    for page in pages:
+        for sentence in sentences(page.read_text()):
             if (count := num_words(sentence)) > SENTENCE_WORDS:
                 excepted = {start for start in EXCEPTIONS if sentence.startswith(start)}
                 unused -= excepted
                 if not excepted:
                     yield (
-                        f"{name}: a sentence of {count} words, of at most {SENTENCE_WORDS}; "
-                        f"split it: {sentence[:70]} ..."
+                        f"{page.relative_to(root)}: a sentence of {count} words, of at most "
+                        f"{SENTENCE_WORDS}; split it: {sentence[:70]} ..."
                     )
     for start in sorted(unused):
         yield f"EXCEPTIONS names no long sentence: {start!r}; drop it"

@@ -58,6 +58,10 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         ("plan --schedule aiao --pp 2 --microbatches 2 --segm 2", "did you mean --segments?"),
         ("plan --sched aiao --pp 2 --microbatches 2", "--sched aiao; did you mean --schedule?"),
         ("verify", "the following arguments are required: --plan-file"),
+        (
+            "compare a b --num-layers 4",
+            "--num-layers 4; --num-layers is a training's flag: fold3d plan, simulate and search",
+        ),
         ("verify --plan-file /nowhere/plan.txt", "/nowhere/plan.txt: No such file or directory"),
         ("verify --plan-file /", "/: Is a directory"),
         ("simulate", "no batch: give --global-batch-size, or --microbatches"),
@@ -75,7 +79,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         (f"{SIMULATE} --cluster a100x8", "the command line has no model: give --model NAME"),
         (
             f"{SIMULATE} --segments 2 --pp 1 --bogus",
-            "fold3d simulate: unrecognized arguments: --bogus",
+            "fold3d simulate: unrecognized arguments: --bogus; flags that are your script's own ",
         ),
         (f"{SIMULATE} {ON_A100} --tp 3", "take 6 GPUs for a model, and a100x8 has 8; give sizes"),
         (
@@ -114,6 +118,11 @@ def test_a_mistake_in_the_command_line_exits_with_2(fold3d, line: str, message: 
     assert message in err.splitlines()[-1]
 
 
+def test_a_flag_that_a_command_takes_is_not_taken_for_a_misspelt_one(fold3d):
+    _, _, err = fold3d("search --model gpt3-18b --tp 8")
+    assert err.endswith("the following arguments are required: --cluster\n")
+
+
 def test_the_version_is_that_of_the_package(fold3d):
     assert fold3d("--version") == (0, f"fold3d {metadata.version('fold3d')}\n", "")
 
@@ -137,7 +146,7 @@ def test_every_command_explains_itself_in_one_line_with_one_example(fold3d, monk
 def test_a_plan_passes_through_a_pipe():
     result = shell(f"fold3d {AIAO} --format csv | fold3d verify --plan-file -")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("2 ranks, 2 segments, 3 micro-batches")
+    assert result.stdout.startswith("cannot deadlock: 2 ranks, 2 segments, 3 micro-batches")
 
 
 @pytest.mark.processes

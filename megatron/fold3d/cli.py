@@ -40,7 +40,18 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         known = self._option_string_actions
         unknown = [w for w in self.words if w.startswith("--") and w.partition("=")[0] not in known]
-        super().error(message + suggestion(unknown, known))
+        super().error(message + (_hint(unknown, self) if unknown else ""))
+
+
+def _hint(words: Sequence[str], command: argparse.ArgumentParser) -> str:
+    """Return what options that a command does not know may be: misspelt, or a training's flags."""
+    from megatron.fold3d.commands.training_words import flags_of_trainings
+
+    flags = flags_of_trainings(words)
+    if flags and command.get_default("words") is None:
+        return f"; {flags[0]} is a training's flag: fold3d plan, simulate and search take it"
+    misspelt = [word for word in words if word not in flags]
+    return suggestion(misspelt, command._option_string_actions)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

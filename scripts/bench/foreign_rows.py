@@ -273,31 +273,32 @@ def _lines(found: Sequence[Compared], scaled: Set[str]) -> Iterator[tuple[str, .
 def draw(found: Sequence[Compared]) -> bytes:
     """Return predicted against measured seconds, open and held rows, as an SVG."""
     title = "Iterations that others measured, and what is predicted"
-    picture = figure("--svg", 450)
-    axes = picture.subplots()
-    times = [s for one in found for s in (one.row.seconds, one.predicted)]
-    ends = min(times) / 1.2, max(times) * 1.2
-    axes.fill_between(ends, [0.9 * s for s in ends], [1.1 * s for s in ends], color=PLAIN["row"])
-    axes.plot(ends, ends, color=PLAIN["line"], linewidth=1)
-    kinds = dict.fromkeys(one.row.table.split()[0] for one in found)
-    for number, kind in enumerate(kinds):
-        for held in (False, True):
-            some = [c for c in found if c.compared and c.row.held is held]
-            some = [c for c in some if c.row.table.startswith(kind)]
-            colour = SERIES[number]
-            axes.plot(
-                [c.row.seconds for c in some],
-                [c.predicted for c in some],
-                "o",
-                markersize=5,
-                color=colour,
-                markerfacecolor=colour if held else "none",
-                label=f"{kind}, {'held' if held else 'open'}" if some else None,
-            )
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
-    axes.set(xlabel="measured, seconds", ylabel="predicted, seconds; grey: within 10%")
-    axes.legend()
-    return as_bytes(picture, title)
+    with figure("--svg", 450) as picture:
+        axes = picture.subplots()
+        times = [s for one in found for s in (one.row.seconds, one.predicted)]
+        ends = min(times) / 1.2, max(times) * 1.2
+        near = [0.9 * s for s in ends], [1.1 * s for s in ends]
+        axes.fill_between(ends, *near, color=PLAIN["row"])
+        axes.plot(ends, ends, color=PLAIN["line"], linewidth=1)
+        kinds = dict.fromkeys(one.row.table.split()[0] for one in found)
+        for number, kind in enumerate(kinds):
+            for held in (False, True):
+                some = [c for c in found if c.compared and c.row.held is held]
+                some = [c for c in some if c.row.table.startswith(kind)]
+                colour = SERIES[number]
+                axes.plot(
+                    [c.row.seconds for c in some],
+                    [c.predicted for c in some],
+                    "o",
+                    markersize=5,
+                    color=colour,
+                    markerfacecolor=colour if held else "none",
+                    label=f"{kind}, {'held' if held else 'open'}" if some else None,
+                )
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
+        axes.set(xlabel="measured, seconds", ylabel="predicted, seconds; grey: within 10%")
+        axes.legend()
+        return as_bytes(picture, title)
 
 
 def _is_vtrain_held(row: Row) -> bool:

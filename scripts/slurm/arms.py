@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.fold3d.commands.megatron_flags import described
-from megatron.fold3d.commands.search_lines import of_stock_first
+from megatron.fold3d.commands.search_lines import gains_over_yours
 from megatron.fold3d.commands.training_flags import training_flags, undecided, without
 from megatron.fold3d.commands.yours import yours
 from megatron.fold3d.plan.schedule_word import AUTO
@@ -92,7 +92,7 @@ def arms(
     mine, remarks = yours(said, hardware)
     batch = said.args.global_batch_size
     free = search(said.model(), hardware, global_batch_size=batch, given=said.given())
-    notes = [*remarks, *(of_stock_first(free, mine) if mine else ())]
+    notes = [*remarks, *(gains_over_yours(free, mine) if mine else ())]
     stock, anywhere = mine.same_layout if mine else None, free.best_stock
     if stock is None:
         notes.append("no stock-same-layout and no auto: no stock configuration of this layout fits")

@@ -110,7 +110,7 @@ def test_folders_hold_logs_of_several_starts_and_traces(fold3d, tmp_path: Path):
     assert (code, err) == (0, "")
     assert "equal in every digit in 20 of 20 iterations" in out
     table = [line.split() for line in out.splitlines()[-4:]]
-    assert table[0] == ["ms", "forward", "backward", "bubble", "DP.sync", "PP.sync", "total"]
+    assert table[0] == ["ms", "forward", "backward", "bubble", "DP.sync", "PP.sync", "iteration"]
     assert [row[:2] for row in table[1:]] == [["A", "stock"], ["B", "aiao"], ["B", "-"]]
     assert table[1][2:4] == ["144", "288"]
     assert table[3][3:5] == ["-48", "-96"]
@@ -194,8 +194,8 @@ def test_both_pipelines_are_drawn_on_one_time_axis(fold3d, tmp_path: Path):
     captions = [word for word in words if "ms per iteration" in word]
     totals = [float(word.split()[0]) for word in captions]
     assert totals[0] > totals[1]
-    shares = "bubble X% · exposed DP.sync X%, PP.sync X%".replace("X", r"\d+\.\d")
-    assert re.fullmatch(rf"\d+ ms per iteration · {shares}", captions[0])
+    shares = "bubble X%, exposed DP.sync X%, PP.sync X%".replace("X", r"\d+\.\d")
+    assert re.fullmatch(rf"\d+ ms per iteration: {shares}", captions[0])
     assert [word for word in words if word in ("A stock", "B aiao")] == ["A stock", "B aiao"]
 
 

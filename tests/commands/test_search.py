@@ -3,6 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fold3d.observe.breakdown import Flops
+from megatron.fold3d.observe.digits import seconds
+
 pytestmark = pytest.mark.search
 
 SEARCH = "search --global-batch-size 64"
@@ -29,12 +32,12 @@ def test_search_says_what_is_best_and_how_to_run_it(fold3d):
     result = json.loads(as_json)
     assert len(result["rows"]) == 3
     assert result["flags"] == emitted.rstrip()
-    seconds = [row["iteration_s"] for row in result["rows"]]
-    assert seconds == sorted(seconds)
+    times_s = [row["iteration_s"] for row in result["rows"]]
+    assert times_s == sorted(times_s)
     assert result["best_stock"]["stock"]
     best = result["best"]
-    told = f"per GPU: {best['flops_per_gpu_s'] / 1e12:.1f} TFLOP/s of the model, "
-    assert f"{told}{best['hardware_flops_per_gpu_s'] / 1e12:.1f} computed" in out.splitlines()
+    rates = best["flops_per_gpu_s"], best["hardware_flops_per_gpu_s"]
+    assert f"per GPU: {Flops(*rates)}" in out.splitlines()
 
 
 def test_search_shows_many_hardware_queues_beside_the_one_of_tensor_parallelism(fold3d):
@@ -43,7 +46,7 @@ def test_search_shows_many_hardware_queues_beside_the_one_of_tensor_parallelism(
     result = json.loads(fold3d(f"{line} 2 --json")[1])
     least_s, most_s = result["many_queues_s"]
     assert least_s < most_s
-    said = f"with CUDA_DEVICE_MAX_CONNECTIONS=32: {least_s:.3f}s, or up to {most_s:.3f}s"
+    said = f"with CUDA_DEVICE_MAX_CONNECTIONS=32: {seconds(least_s)}, or up to {seconds(most_s)} as"
     assert said in out
     assert json.loads(fold3d(f"{line} 1 --json")[1])["many_queues_s"] is None
 

@@ -10,7 +10,7 @@ from megatron.fold3d.commands.search_lines import (
     _in_16_bits,
     _table,
     environment,
-    of_stock_first,
+    gains_over_yours,
     plot,
     rates_of,
     verdict,
@@ -57,11 +57,11 @@ def test_rows_are_sorted_by_time_and_what_takes_as_long_is_one_row():
     other = judged(replace(AIAO, choice=Choice.plain("aiao", 2)), 5.002)
     assert list(_table(found(*rows, other))) == [
         "iteration   GiB   dp  pp tp seg mbs sums  rec   limit       schedule",
-        "   5.000s  20.0    4   4  8   4   4 shard none  bubble 10%  aiao",
+        "   5.00 s  20.0    4   4  8   4   4 shard none  bubble 10%  aiao",
         "           20.0 as long: whole",
         "           20.0 as long: sel, aiao tp-pp-dp",
-        "   5.002s  20.0    4   4  8   2   4 shard none  compute     aiao",
-        "   6.000s  20.0    4   4  8   4   4 shard none  compute     stock breadth-first",
+        "   5.00 s  20.0    4   4  8   2   4 shard none  compute     aiao",
+        "   6.00 s  20.0    4   4  8   4   4 shard none  compute     stock breadth-first",
     ]
 
 
@@ -120,14 +120,14 @@ def test_16_bits_are_counted_on_both_sides_with_what_they_change():
     rounded = replace(SETUP, small_gradients=True, accumulates_in_fp32=True)
     both = [judged(replace(c, setup=rounded), s) for c, s in ((AIAO, 4.5), (STOCK, 5.7))]
     said = list(_in_16_bits(found(judged(AIAO, 5.0), in_16_bits=tuple(both))))
-    assert "4.500s, 11.1% faster: aiao" in said[1]
-    assert "5.700s, 5.3% faster: stock breadth-first" in said[3]
+    assert "4.50 s, 11.1% faster: aiao" in said[1]
+    assert "5.70 s, 5.3% faster: stock breadth-first" in said[3]
     assert "--ddp-param-name-patterns-for-fp32-local-accumulation all" in said[2]
     assert said[-1] == ("  micro-batches add up in 32 bits; what a replica sends is rounded to 16")
     alone = replace(STOCK, setup=replace(SETUP, data_parallel=1))
     ours = replace(found(judged(AIAO, 5.0), in_16_bits=(both[0],)), best_stock=judged(alone, 4.9))
     assert [line for line in _in_16_bits(ours) if " faster" in line or "gains" in line] == [
-        "  4.500s, 11.1% faster: aiao with --use-distributed-optimizer",
+        "  4.50 s, 11.1% faster: aiao with --use-distributed-optimizer",
         "  gains nothing: stock breadth-first, as it has no replicas",
     ]
 
@@ -141,8 +141,8 @@ def test_stocks_flags_come_before_ours_largest_first():
     )
     mine = Yours(run=own, alone=alone, same_layout=judged(STOCK, 6.25), coded=judged(STOCK, 8.0))
     others = replace(AIAO, num_ranks=8)
-    assert list(of_stock_first(found(judged(others, 5.0)), mine)) == [
-        "yours takes 10.000s; try these of stock's flags first, each alone:",
+    assert list(gains_over_yours(found(judged(others, 5.0)), mine)) == [
+        "yours takes 10.0 s; try these of stock's flags first, each alone:",
         "   25.0% faster  --grad-reduce-in-bf16, which changes results",
         "   11.1% faster  --use-distributed-optimizer",
         "  gain nothing: --sequence-parallel",
@@ -178,6 +178,14 @@ def test_a_picture_shows_what_was_tried(tmp_path: Path):
     best = judged(AIAO, 5.0)
     plot(found(best, tried=(best, judged(STOCK, 6.0))), tmp_path / "tried.svg")
     assert (tmp_path / "tried.svg").read_text().count("<use") > 2
+
+
+@pytest.mark.processes
+def test_a_picture_leaves_matplotlibs_settings_as_they_were(tmp_path: Path):
+    matplotlib = pytest.importorskip("matplotlib")
+    before = dict(matplotlib.rcParams)
+    plot(found(judged(AIAO, 5.0)), tmp_path / "tried.svg")
+    assert dict(matplotlib.rcParams) == before
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch):

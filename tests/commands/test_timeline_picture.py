@@ -152,7 +152,7 @@ def test_the_caption_says_what_an_iteration_takes_and_exposes():
     plan = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
     timeline = simulate(serial_grad_sync(plan), Costs.uniform(4, grad_sync_s=3.0))
     svg = picture("interleaved", a=timeline)
-    assert "33000 ms per iteration · bubble 9.1% · exposed DP.sync 18.2%" in texts(svg)
+    assert "33000 ms per iteration: bubble 9.1%, exposed DP.sync 18.2%" in texts(svg)
 
 
 @pytest.mark.parametrize("title", ["Short", "A sentence about two runs that is " + "rather " * 12])

@@ -25,7 +25,7 @@ def test_verify_accepts_what_plan_writes(
     code, out, err = fold3d(f"verify --plan-file {path}")
     assert (code, err) == (0, "")
     counted = f"{segments} segment{'s' * (segments > 1)}"
-    assert out.startswith(f"3 ranks, {counted}, 4 micro-batches, ")
+    assert out.startswith(f"cannot deadlock: 3 ranks, {counted}, 4 micro-batches, ")
 
 
 def test_verify_sums_a_plan_up_in_one_line(fold3d, tmp_path: Path):
@@ -33,7 +33,8 @@ def test_verify_sums_a_plan_up_in_one_line(fold3d, tmp_path: Path):
     path.write_text(fold3d(AIAO)[1])
     _, out, _ = fold3d(f"verify --plan-file {path}")
     assert out == (
-        "2 ranks, 2 segments, 3 micro-batches, 68 actions, peak activations per rank: 6 4\n"
+        "cannot deadlock: 2 ranks, 2 segments, 3 micro-batches, 68 actions, "
+        "peak activations per rank: 6 4\n"
     )
     _, out, _ = fold3d(f"verify --plan-file {path} --json")
     assert json.loads(out) == {
@@ -50,7 +51,7 @@ def test_verify_counts_one_as_one(fold3d, tmp_path: Path):
     path = tmp_path / "plan.txt"
     path.write_text("0F0 0B0")
     _, out, _ = fold3d(f"verify --plan-file {path}")
-    assert out.startswith("1 rank, 1 segment, 1 micro-batch, 2 actions, ")
+    assert out.startswith("cannot deadlock: 1 rank, 1 segment, 1 micro-batch, 2 actions, ")
 
 
 def test_verify_rejects_a_plan_without_any_one_of_its_actions(fold3d, tmp_path: Path):

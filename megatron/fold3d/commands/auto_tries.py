@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron.fold3d.commands.console import counted, faster
+from megatron.fold3d.commands.console import counted, faster, table
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.observe.digits import seconds
 from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.descent import Descent, Space, orders_worth_trying
@@ -13,7 +14,7 @@ from megatron.fold3d.predict.search.settled import PredictedRun
 
 
 def tries(run: PredictedRun, config: Fold3DConfig) -> tuple[Predicted, ...]:
-    """Return stock's order, and what training is predicted to try behind it.
+    """Return stock's order, and the choices that training is predicted to try after it.
 
     Args:
         run: the run, in stock's order.
@@ -30,26 +31,24 @@ def tries(run: PredictedRun, config: Fold3DConfig) -> tuple[Predicted, ...]:
 def lines(
     stock: Predicted, tried: Sequence[Predicted], alike: JudgedCandidate | None = None
 ) -> Iterator[str]:
-    """Yield what would be tried, and its gain over stock's best in this layout, in lines.
+    """Yield lines that say what would be tried, and what it gains.
 
     Args:
-        alike: stock's best; its order is what there is to compare with where it is not known.
+        alike: the fastest stock of this layout; without it, gains are over stock's order.
     """
     rows = [("stock's order", str(stock.choice), stock.seconds)]
     if alike is not None:
         rows.insert(0, ("stock, same layout", in_full(alike.candidate), alike.iteration_s))
     rows += [("tries", str(one.choice), one.seconds) for one in tried]
-    base_s, width = rows[0][2], max(len(name) for _, name, _ in rows)
-    title_width = max(len(title) for title, _, _ in rows) + 2
-    for number, (title, name, seconds) in enumerate(rows):
-        gain = f"  {faster(base_s / seconds - 1)}" if number else ""
-        yield f"{title:<{title_width}}{name:<{width}}  {seconds:.6g} s{gain}"
+    gains = ["", *(faster(rows[0][2] / time_s - 1) for *_, time_s in rows[1:])]
+    cells = ((*names, seconds(s), gain) for (*names, s), gain in zip(rows, gains, strict=True))
+    yield from table(cells, left=2)
     if not tried:
         yield "nothing that fits is predicted to be faster"
 
 
 def in_full(stock: Candidate) -> str:
-    """Return how stock runs, with what its flags beside the layout are."""
+    """Return a configuration of stock in words, with all that its flags set beside the layout."""
     sums = "--use-distributed-optimizer" if stock.setup.distributed_optimizer else "all-reduce"
     segments = counted(stock.num_segments, "segments")
     return f"{stock.name}, {segments}, {sums}, recomputes {stock.setup.recompute}"

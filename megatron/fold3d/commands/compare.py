@@ -11,18 +11,19 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import (
     OK,
     complain,
     faster,
     faster_between,
     lettered,
+    table,
     write,
 )
 from megatron.fold3d.commands.pictures import NO_PICTURE, plot_losses
 from megatron.fold3d.commands.timeline_picture import draw
-from megatron.fold3d.observe.breakdown import Breakdown, seconds_of, shown_columns
+from megatron.fold3d.observe.breakdown import Breakdown, table_ii
+from megatron.fold3d.observe.digits import milliseconds
 from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.runs import (
@@ -43,7 +44,7 @@ ARMS = {
     "search": "search",
     "auto": "auto",
 }
-"""What the folders of `compare.sbatch` are, behind the number that each begins with."""
+"""The arms of `compare.sbatch`, by the names of their folders without the leading number."""
 EXAMPLE = "fold3d compare runs/default runs/tuned runs/auto --html comparison.html"
 
 _SPEEDS = {
@@ -166,18 +167,13 @@ def _lines(runs: Sequence[Run], compared: Comparison | None) -> Iterator[str]:
 
 def speed_lines(compared: Comparison) -> Iterator[str]:
     """Yield the table of speeds, and the verdict."""
-    titles, *rows = _speed_table(compared)
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    for row in (titles, *rows):
-        first, *numbers = (cell for cell in zip(row, widths, strict=True))
-        cells = [f"{first[0]:<{first[1]}}", *(f"{cell:>{width}}" for cell, width in numbers)]
-        yield "  ".join(cells).rstrip()
+    yield from table(_speed_table(compared))
     said = verdict(compared)
     yield said + (" (bootstrap)" if "95% CI" in said else "")
 
 
 def verdict(compared: Comparison) -> str:
-    """Return the one sentence about the last run, and what it is to be compared with."""
+    """Return one sentence that compares the last run with the one that it has to beat."""
     if any(run.shares_cores for run in compared.runs):
         return "No verdict: ranks shared the cores of one machine, without a network between"
     number = _baseline(compared)
@@ -199,7 +195,7 @@ def _baseline(compared: Comparison) -> int:
 
 
 def _speed_table(compared: Comparison) -> Iterator[tuple[str, ...]]:
-    """Yield titles, and a row for each run; there are no columns of what no log says."""
+    """Yield titles, and a row for each run; columns that no log fills are left out."""
     runs = compared.runs
     speeds = [_speed(run) for run in runs]
     known = {
@@ -237,20 +233,16 @@ def time_lines(runs: Sequence[Run]) -> Iterator[str]:
     if traceless := _traceless(runs):
         yield f"no trace of {traceless}: where the time went shows with --trace DIR"
         return
-    rows = [run.row.iteration for run in runs if run.row]
-    shown = shown_columns(*rows)
-    letters = [run.name.partition(" ")[0] for run in runs]
-    differences = [f"{letters[-1]} - {letter}" for letter in letters[:-1]]
-    width = max(map(len, (*(run.name for run in runs), *differences)))
-    times_ms = [[1e3 * s for s in seconds_of(row, shown)] for row in rows]
-    yield exposure_table.titles(f"{'ms':<{width}}", shown)
-    for run, row_ms in zip(runs, times_ms, strict=True):
-        yield exposure_table.line(f"{run.name:<{width}}", row_ms)
-    *others_ms, last_ms = times_ms
-    for name, other_ms in zip(differences, others_ms, strict=True):
-        gaps_ms = (b - a for a, b in zip(other_ms, last_ms, strict=True))
-        signed = [ms if abs(ms) >= 1e-9 else 0.0 for ms in gaps_ms]
-        yield exposure_table.line(f"{name:<{width}}", signed, "+.4g")
+    titles, times_s = table_ii(*(run.row.iteration for run in runs if run.row))
+    *letters, last = (run.name.partition(" ")[0] for run in runs)
+    rows = [("ms", *titles)]
+    for run, own_s in zip(runs, times_s, strict=True):
+        rows.append((run.name, *map(milliseconds, own_s)))
+    for letter, other_s in zip(letters, times_s, strict=False):
+        gaps_s = (b - a for a, b in zip(other_s, times_s[-1], strict=True))
+        signed = (milliseconds(gap_s if abs(gap_s) >= 1e-12 else 0.0, "+") for gap_s in gaps_s)
+        rows.append((f"{last} - {letter}", *signed))
+    yield from table(rows)
 
 
 def _traceless(runs: Sequence[Run]) -> str:

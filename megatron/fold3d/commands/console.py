@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import chain, product
 from string import ascii_uppercase
@@ -36,8 +36,21 @@ def faster_between(low: float, high: float) -> str:
     return f"{least} to {faster(high)}"
 
 
+def table(rows: Iterable[Sequence[str]], *, left: int = 1) -> Iterator[str]:
+    """Yield rows of cells as lines in which columns are aligned.
+
+    Args:
+        left: how many columns begin flush left; the others are numbers, and end flush right.
+    """
+    known = [*rows]
+    widths = [max(map(len, column)) for column in zip(*known, strict=True)]
+    forms = [f"{'<' if number < left else '>'}{width}" for number, width in enumerate(widths)]
+    for row in known:
+        yield "  ".join(map(format, row, forms)).rstrip()
+
+
 def lettered(names: Iterable[str]) -> list[str]:
-    """Return names with a letter before each, which tells apart those that are equal."""
+    """Return names with a letter before each, so that equal names can be told apart."""
     letters = chain(ascii_uppercase, map("".join, product(ascii_uppercase, repeat=2)))
     return [f"{letter} {name}" for letter, name in zip(letters, names, strict=False)]
 
@@ -48,9 +61,9 @@ def complain(message: str) -> None:
 
 
 def suggestion(words: Iterable[str], known: Iterable[str]) -> str:
-    """Return ``; did you mean ...?`` for words that are nearly one of those known, or nothing.
+    """Return ``; did you mean ...?`` for words that resemble known ones, or nothing.
 
-    A word that begins one of them stands for it.
+    A word may also be the beginning of a known one.
     """
     choices = sorted(known)
     near = [match for word in words for match in _nearest(word.partition("=")[0], choices)]
@@ -65,12 +78,12 @@ def _nearest(word: str, choices: Sequence[str]) -> Sequence[str]:
 
 
 class Progress:
-    """A line on stderr every few seconds: how many are done, of what takes longer than that.
+    """Says on stderr every few seconds how many candidates are done.
 
-    Most of those that are left are ruled out, so they say nothing of the time that is left.
+    Most of the remaining candidates are ruled out at once, so no remaining time is predicted.
 
     Args:
-        what: the word for what is counted, a participle.
+        what: what is done to a candidate, such as ``simulated``.
     """
 
     EVERY_S = 5.0
@@ -80,7 +93,7 @@ class Progress:
         self._next_s = self._start_s + self.EVERY_S
 
     def __call__(self, done: int, most: int) -> None:
-        """Tell how many are done, and how many of those that there are now may follow."""
+        """Tell how many of at most ``most`` candidates are done."""
         if (now_s := monotonic()) < self._next_s:
             return
         took_s = now_s - self._start_s

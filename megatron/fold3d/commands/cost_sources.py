@@ -8,7 +8,7 @@ from math import inf, isfinite
 from pathlib import Path
 
 from megatron.fold3d.config.spelling import flag_of
-from megatron.fold3d.observe.fields import read_text
+from megatron.fold3d.observe.fields import read_as
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate
@@ -51,7 +51,7 @@ def add_number_options(parser: _ActionsContainer) -> None:
 
 
 def add_cluster_options(parser: ArgumentParser, sources: _ActionsContainer | None = None) -> None:
-    """Add ``--cluster``, one of several sources or else required, and what was measured of it."""
+    """Add ``--cluster``, required without other sources, and options for measured values."""
     (sources or parser).add_argument(
         "--cluster",
         required=sources is None,
@@ -77,7 +77,7 @@ def named_cluster(args: Namespace, shape: ModelShape) -> Cluster:
     """Return the cluster of a command, with what was measured of a model on it.
 
     Raises:
-        ValueError: there is none of this name, or a number of it cannot be.
+        ValueError: no cluster has this name, or a number is impossible.
     """
     found = cluster(args.cluster)
     if (layer_s := args.layer_forward_s) is not None:
@@ -97,12 +97,11 @@ def on_cluster(shape: ModelShape, hardware: Cluster) -> CostsOf:
 
 
 def on_queues(costs: CostsOf, connections: int | None, launches: int | None = None) -> CostsOf:
-    """Return costs on GPUs whose streams share hardware queues; None is a queue for each.
+    """Return costs on GPUs whose streams share hardware queues.
 
     Args:
-        costs: without queues.
-        connections: as of CUDA_DEVICE_MAX_CONNECTIONS.
-        launches: the collectives of each stage's DP.sync, if it is not as training cuts it.
+        connections: the value of CUDA_DEVICE_MAX_CONNECTIONS; None is a queue for each stream.
+        launches: collectives of each stage's DP.sync; by default as many as in training.
     """
 
     def known(candidate: Candidate) -> Estimate:
@@ -114,7 +113,7 @@ def on_queues(costs: CostsOf, connections: int | None, launches: int | None = No
 
 
 def in_numbers(args: Namespace) -> CostsOf:
-    """Return the costs that ``--costs`` or ``--seconds`` say, which say nothing of memory.
+    """Return the costs from ``--costs`` or ``--seconds``, neither of which knows memory.
 
     Raises:
         ValueError: as `costs_from`.
@@ -139,19 +138,19 @@ def in_numbers(args: Namespace) -> CostsOf:
 
 
 def costs_from(path: Path, num_stages: int) -> Costs:
-    """Return the costs in a file, those of a plan's stages.
+    """Return the costs of a plan's stages from a file.
 
     Raises:
         ValueError: the file holds no such costs; the message begins with the path.
         OSError: it cannot be read.
     """
-    text = read_text(path)
-    try:
+
+    def parse(text: str) -> Costs:
         costs = Costs.from_json(text)
         costs.check(num_stages)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return costs
+        return costs
+
+    return read_as(path, parse)
 
 
 def _seconds(text: str) -> list[tuple[str, float]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median, median_high
 from typing import Any
 
-from megatron.fold3d.commands.console import OK, REJECTED, complain, write
+from megatron.fold3d.commands.console import OK, REJECTED, complain, table, write
 from megatron.fold3d.commands.installation import Finding, installation
 
 EXAMPLE = "torchrun --nproc-per-node 8 --no-python fold3d doctor"
@@ -20,7 +20,7 @@ EXAMPLE = "torchrun --nproc-per-node 8 --no-python fold3d doctor"
 _PROBE = (sys.executable, "-m", "megatron.fold3d.training.installation_facts")
 _PROBE_S = 600.0
 _NEEDED = ("torch", "megatron-core", "namespace")  # without these there is nothing to probe
-_PLANS = "training"  # found absent, there is the planner alone
+_PLANS = "training"  # this finding stands for the planner alone, without torch and Megatron
 _WIDTH = len("transformer-engine")
 _SLOW_LINK = 4.0  # times as slow as the median link
 
@@ -169,10 +169,9 @@ def _link_lines(links: Sequence[dict[str, Any]]) -> Iterator[str]:
         return
     usual = median_high(link["bytes_per_s"] for link in links)
     yield ""
-    yield "link       Gb/s   latency"
+    rows = [("link", "Gb/s", "latency", "")]
     for link in links:
-        slow = "  slow" if link["bytes_per_s"] * _SLOW_LINK < usual else ""
-        yield (
-            f"{link['source']:>2} -> {link['target']:<3}"
-            f"{link['bytes_per_s'] * 8e-9:>7.2f}  {link['latency_s'] * 1e6:>5.0f} µs{slow}"
-        )
+        slow = "slow" if link["bytes_per_s"] * _SLOW_LINK < usual else ""
+        rate, latency = f"{link['bytes_per_s'] * 8e-9:.2f}", f"{link['latency_s'] * 1e6:.0f} µs"
+        rows.append((f"{link['source']:>2} -> {link['target']}", rate, latency, slow))
+    yield from table(rows)

@@ -1,18 +1,18 @@
 """``fold3d import``: a Hugging Face configuration as Megatron's flags.
 
-A field that no table here knows is refused, since the model might differ by it; unless it is false
-or null. Such are named, since what is off here might be on by default.
+A field that no table here knows is refused, since the model might differ by it. If the field is
+false or null it is only named, since what is off here might be on by default.
 """
 
 import json
 import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.commands.console import OK, complain, write
-from megatron.fold3d.observe.fields import parse_json, read_text
+from megatron.fold3d.observe.fields import parse_json, read_as
 
 EXAMPLE = "fold3d import Llama-3.1-8B/config.json"
 
@@ -52,7 +52,7 @@ _LATENT = {
     "aux_loss_alpha": "--moe-aux-loss-coeff",
 }
 _OPTIONAL = ("rms_norm_eps", "router_aux_loss_coef", "q_lora_rank", "aux_loss_alpha")
-# Other fields, likewise.
+# Fields that are no flag by themselves, by the models that have them.
 _COMMON = {
     *("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling"),
     *("attention_dropout", "attention_bias", "hidden_act", "tie_word_embeddings"),
@@ -89,7 +89,7 @@ _FAMILIES: Mapping[str, tuple[Mapping[str, str], set[str], tuple[str, ...]]] = {
     **dict.fromkeys((_V2, _V3), (_LATENT, _OF_DEEPSEEK, ())),
 }
 _BUT_GPT_OSS = ("--swiglu", "--position-embedding-type rope", "--disable-bias-linear")
-# The value of a field that has a counterpart, or whether one has; and which do, in words.
+# The only value of a field that Megatron has too, or a test for such values; and the rule in words.
 _MUST_BE: Mapping[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "silu, which --swiglu computes"),
     "attention_bias": (False, "false: Megatron has one flag for all biases"),
@@ -150,20 +150,22 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the flags; returns the exit code."""
-    text = read_text(args.config)
-    try:
-        found = parse_json(text)
-        if not isinstance(found, dict):
-            raise ValueError(f"holds a {type(found).__name__}; a configuration is an object")
-        flags = megatron_flags(found)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{args.config}: not JSON: {error}; give a model's config.json") from None
-    except ValueError as error:
-        raise ValueError(f"{args.config}: {error}") from None
+    found, flags = read_as(args.config, _parsed)
     write((json.dumps(flags) if args.json else shlex.join(flags)) + "\n")
     for remark in remarks(found):
         complain(remark)
     return OK
+
+
+def _parsed(text: str) -> tuple[Mapping[str, Any], Sequence[str]]:
+    """Return a configuration and its flags."""
+    try:
+        found = parse_json(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}; give a model's config.json") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"holds a {type(found).__name__}; a configuration is an object")
+    return found, megatron_flags(found)
 
 
 def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -26,7 +26,6 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        what: a word or two.
         verdict: ``bad`` keeps training from working, a ``note`` may surprise.
         found: the facts, in words.
         fix: the way to mend it; empty if nothing is wrong.

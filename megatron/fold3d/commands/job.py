@@ -1,7 +1,7 @@
-"""A training's namespace, of words or as Megatron validates it, as the run that is predicted.
+"""Turns the namespace of a training's flags into the run that is predicted.
 
-`fold3d simulate`, `plan` and ``--check`` come here, so a candidate is made in one place and all
-rules about flags are those of `megatron.fold3d.config`.
+The namespace comes from words, or from Megatron's validation. `fold3d simulate`, `plan` and
+``--check`` all come here, so candidates are made in one place and by the rules of `config`.
 """
 
 from argparse import Namespace
@@ -42,9 +42,7 @@ def run_of(
 
     Args:
         args: Megatron's namespace, with the number of replicas and the batch.
-        estimate: the costs and the memory of a candidate.
-        shape: the model, if there is one.
-        cluster: the GPUs, of whose memory the run may hold the planner's share; if they are known.
+        cluster: limits the memory that the run may hold, if it is known.
 
     Raises:
         PlanError: the user's file holds no plan.
@@ -94,7 +92,7 @@ def run_of(
 
 
 def as_run(candidate: Candidate, *, overlaps: bool, gathers: bool) -> Candidate:
-    """Return a run of stock as its flags let it overlap; `search` prints all flags that do.
+    """Return a run of stock that overlaps as its flags say; `search` prints all such flags.
 
     Args:
         overlaps: whether its gradients are reduced beside backwards.
@@ -110,7 +108,7 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
 
     Args:
         said: the flags, whose namespace changes.
-        hardware: the GPUs, all of which are used; without them ``--dp`` says the replicas.
+        hardware: the cluster, whose GPUs are all used; without it ``--dp`` gives the replicas.
 
     Raises:
         ValueError: a rule is broken, or sizes do not fit each other.
@@ -155,10 +153,10 @@ def default_queues(args: Namespace, hardware: Cluster | None) -> int:
 
 
 def _take_sizes(args: Namespace, plan: Plan) -> None:
-    """Set the sizes that a plan has.
+    """Set the sizes of a plan file.
 
     Raises:
-        ValueError: flags say others.
+        ValueError: flags contradict them.
     """
     for short, name, size in (
         ("pp", "pipeline_model_parallel_size", plan.num_ranks),
@@ -204,11 +202,7 @@ def _replicas(args: Namespace, hardware: Cluster | None) -> int:
 
 
 def setup_of(args: Namespace, data_parallel: int) -> Setup:
-    """Return the setup that the flags describe.
-
-    Args:
-        args: Megatron's namespace.
-    """
+    """Return the setup that flags describe, from Megatron's namespace."""
     # Fused attention keeps no scores and computes them again, as selective recomputation.
     is_fused = args.transformer_impl == "transformer_engine"
     is_fused &= getattr(args.attention_backend, "name", args.attention_backend) != "unfused"

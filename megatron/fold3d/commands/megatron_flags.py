@@ -27,7 +27,7 @@ from megatron.fold3d.observe.fields import read_text
 from megatron.fold3d.predict.cost_model.model_shape import MOST_LAYERS, ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.presets import preset_flags
 
-# Flags of which each has to be known; without its value the model or the batch would be another.
+# Flags whose values have to be known, since the model or the batch depends on them.
 _OF_MODEL = (
     *(*SIZES, *NOT_MODELLED, *LATENT, "num_query_groups", "moe_router_topk", "moe_layer_freq"),
     *("position_embedding_type", "normalization", "softmax_type", "global_batch_size"),
@@ -48,13 +48,13 @@ class Described:
 
     Attributes:
         args: the namespace of the flags, with defaults for those that are not given.
-        typed: likewise, of those alone that were typed for a command.
+        typed: the namespace of only those flags that were typed for a command.
         shape: the model; None if no flag says any of it.
         source: where the flags come from, for messages.
-        words: the flags; a script's words are not flags alone.
-        own_words: likewise, without those that were typed for a command.
+        words: all flags; of a script, also its other words.
+        own_words: the same without the flags that were typed for a command.
         script: the file, if they were read from one.
-        remarks: what of the file could not be read, or may not be so.
+        remarks: what could not be read in the script, or is uncertain.
     """
 
     args: Namespace
@@ -67,7 +67,7 @@ class Described:
     remarks: tuple[str, ...] = ()
 
     def given(self) -> dict[str, Any]:
-        """Return what the search does not choose: what was typed for it, and what it never does."""
+        """Return what the search does not choose: typed sizes, and what it never chooses."""
         args, typed = self.args, self.typed
         sizes = {
             "tensor_parallel": typed.tp,
@@ -89,7 +89,7 @@ class Described:
 
     @property
     def is_job(self) -> bool:
-        """Whether they are all flags of a training, which Megatron's micro-batch size is among."""
+        """Whether these are the flags of a whole training, which has a micro-batch size."""
         names = {word.partition("=")[0] for word in self.own_words}
         return self.script is not None or "--micro-batch-size" in names
 
@@ -144,7 +144,7 @@ def given_training(args: Namespace) -> Described:
     """Return what the training flags of a command say.
 
     Raises:
-        ValueError: as below, or flags are given twice.
+        ValueError: as `described`, or flags are given twice.
         OSError: the script cannot be read.
     """
     (typed, words), script = args.words, args.from_script
@@ -158,10 +158,10 @@ def given_training(args: Namespace) -> Described:
 
 
 def _remarks(read: ScriptWords, typed: Sequence[str], script: Path) -> Iterator[str]:
-    """Yield what could not be read of a script.
+    """Yield what could not be read in a script.
 
     Raises:
-        ValueError: a flag that the model or the batch is read from is among it.
+        ValueError: it is a flag of the model or of the batch.
     """
     for flag, value in unread(read.words, typed).items():
         found = f"{flag} {value} could not be read ({reasons_of(value, read.reasons)})"
@@ -210,7 +210,7 @@ def described(
             raise ValueError(f"{source} has no {flags}; the model and the batch are read from them")
         shape = shape_of(args)
     else:
-        args.untie_embeddings_and_output_weights = True  # there are none
+        args.untie_embeddings_and_output_weights = True  # without a model there are no embeddings
     args.accumulate_allreduce_grads_in_fp32 = not _has_small_gradients(args)
     return Described(
         args=args,
@@ -224,7 +224,7 @@ def described(
 
 
 def _has_small_gradients(args: Namespace) -> bool:
-    """Tell whether gradients are summed in 16 bits: fp16's default, which bf16 has to ask for."""
+    """Tell whether gradients are summed in 16 bits: fp16 does by default, bf16 if flags say so."""
     if args.fp16:
         return not args.accumulate_allreduce_grads_in_fp32
     return bool(args.bf16 and (args.main_grads_dtype != "fp32" or args.grad_reduce_in_bf16))
@@ -293,7 +293,7 @@ def _num_dense_layers(args: Namespace) -> int:
     """Return the layers before those with experts.
 
     Raises:
-        ValueError: there are such layers behind, or the flag is not one number for each layer.
+        ValueError: layers without experts follow, or the flag has another number of layers.
     """
     given = args.moe_layer_freq  # text, or evaluated by Megatron's parser
     if str(given) == "1":

@@ -4,7 +4,8 @@ All pictures have one width, one size of words, and the colors of `palette`. An 
 reader's choice of a light or a dark page.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from itertools import accumulate
 from logging import ERROR, getLogger
@@ -53,47 +54,49 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]
 """The points of each line, by its name."""
 
 
-def figure(asked: str, height: float) -> "Figure":
-    """Return an empty picture, ``height`` points high; ``asked`` is the option that asks for it.
+@contextmanager
+def figure(asked: str, height: float) -> Iterator["Figure"]:
+    """Yield an empty picture, to be drawn and written in our style while the context lasts.
+
+    Args:
+        asked: the option that asks for the picture.
+        height: in points.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
     getLogger("matplotlib.font_manager").setLevel(ERROR)  # at first it says that it makes a cache
     try:
-        from matplotlib import rcParams
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError(f"{asked}: {NO_PICTURE}") from None
-    rcParams.update(_STYLE)
-    picture = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
-    picture.patch.set_gid("page")
-    return picture
+    with rc_context(dict(_STYLE)):
+        picture = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
+        picture.patch.set_gid("page")
+        yield picture
 
 
 def plot_losses(title: str, panels: Mapping[str, Lines]) -> bytes:
     """Return the SVG of losses in plots one above the other; equal losses give equal bytes.
 
     Args:
-        title: stands above them.
         panels: the lines of each plot, the same names in all, by the name of its axis.
-
-    Raises:
-        ValueError: matplotlib is not installed.
     """
-    picture = figure("--svg", 240 * len(panels) + 100)
-    picture.suptitle(title, x=0.01, ha="left", weight="bold", size=SIZE)
-    for axes, (over, lines) in zip(picture.subplots(len(panels), 1), panels.items(), strict=True):
-        axes.set(xlabel=over, ylabel="loss")
-        axes.set_prop_cycle(color=SERIES)
-        axes.grid()
-        for number, (name, points) in enumerate(lines.items()):
-            # Where lines lie on each other, the ones below shine through the gaps of those above.
-            style = "-" if not number else "--" if number < len(SERIES) else ":"
-            x, y = [x for x, _ in points], [y for _, y in points]
-            axes.plot(x, y, style, label=name, gid=f"{name} over {over}")
-    picture.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return as_bytes(picture, title)
+    with figure("--svg", 240 * len(panels) + 100) as picture:
+        picture.suptitle(title, x=0.01, ha="left", weight="bold", size=SIZE)
+        plots = picture.subplots(len(panels), 1)
+        for axes, (over, lines) in zip(plots, panels.items(), strict=True):
+            axes.set(xlabel=over, ylabel="loss")
+            axes.set_prop_cycle(color=SERIES)
+            axes.grid()
+            for number, (name, points) in enumerate(lines.items()):
+                # Where lines lie on each other, those below show in the gaps of those above.
+                style = "-" if not number else "--" if number < len(SERIES) else ":"
+                x, y = [x for x, _ in points], [y for _, y in points]
+                axes.plot(x, y, style, label=name, gid=f"{name} over {over}")
+        picture.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        return as_bytes(picture, title)
 
 
 class Bar(NamedTuple):
@@ -126,36 +129,33 @@ def plot_bars(
     """Return the SVG of groups of bars, with their values; equal ones give equal bytes.
 
     Args:
-        title: stands above them.
         axis: what the values are, with their unit.
-        groups: the bars of each, by its name.
+        groups: the bars of each group, by its name.
         other: what the other values are.
         stacked: whether the bars of a group are parts of one.
-        description: what the file says of itself.
-
-    Raises:
-        ValueError: matplotlib is not installed.
+        description: metadata of the file.
     """
-    picture, place = figure("pictures", 0), _stack if stacked else _side_by_side
-    axes, y, middles = picture.subplots(), 0.0, []
+    place = _stack if stacked else _side_by_side
     widest = max(bar.value or 0.0 for group in groups.values() for bar in group)
-    for group in groups.values():
-        below = place(axes, y, group, other, _ROOM * widest)
-        middles.append((y + below - 1) / 2)
-        y = below + 0.5
-    picture.set_figheight((110 + 16 * y) / 72)
-    axes.set_yticks(middles, [*groups])
-    axes.set(xlabel=axis, ylim=(y - 1, -1))
-    axes.margins(x=0.12)
-    axes.grid(axis="x")
-    axes.tick_params(length=0)
-    picture.suptitle(title, x=0.01, ha="left", weight="bold", size=SIZE)
-    handles = {text: bar for bar, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    if stroke := handles.pop(other, None):
-        handles[other] = stroke  # behind the bars
-    if len(handles) > 1:
-        picture.legend(handles.values(), handles, loc="outside lower left", ncols=5)
-    return as_bytes(picture, title, description)
+    with figure("pictures", 0) as picture:
+        axes, y, middles = picture.subplots(), 0.0, []
+        for group in groups.values():
+            below = place(axes, y, group, other, _ROOM * widest)
+            middles.append((y + below - 1) / 2)
+            y = below + 0.5
+        picture.set_figheight((110 + 16 * y) / 72)
+        axes.set_yticks(middles, [*groups])
+        axes.set(xlabel=axis, ylim=(y - 1, -1))
+        axes.margins(x=0.12)
+        axes.grid(axis="x")
+        axes.tick_params(length=0)
+        picture.suptitle(title, x=0.01, ha="left", weight="bold", size=SIZE)
+        handles = {text: bar for bar, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+        if stroke := handles.pop(other, None):
+            handles[other] = stroke  # behind the bars
+        if len(handles) > 1:
+            picture.legend(handles.values(), handles, loc="outside lower left", ncols=5)
+        return as_bytes(picture, title, description)
 
 
 def _side_by_side(axes: "Axes", y: float, group: Sequence[Bar], other: str, room: float) -> float:

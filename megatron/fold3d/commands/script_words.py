@@ -4,8 +4,9 @@ Variables, integer arithmetic, and branches that depend on known values are eval
 script was started without arguments. A value that depends on anything else stays as it is written,
 such as ``$NAME``, so a word with a dollar sign is one that could not be read.
 
-A condition that is not known is taken to hold. The script is read again for each of them, as if it
-did not hold. The reading with most flags counts; flags that differ between readings are undecided.
+An unknown condition is taken to hold. For each unknown condition the script is read once more, as
+if it did not hold. The reading with most flags counts; flags that differ between readings are
+undecided.
 """
 
 import ast
@@ -56,7 +57,7 @@ class ScriptWords:
     Attributes:
         words: in order; those of variables that no command uses come first.
         reasons: why a part of a word, such as ``$NAME``, could not be read.
-        undecided: flags that are others where a condition that is not known does not hold.
+        undecided: flags that depend on an unknown condition.
     """
 
     words: tuple[str, ...]
@@ -161,10 +162,10 @@ class _Reader:
     """What a script has done up to a token.
 
     Attributes:
-        fails: the conditions that are not known and taken not to hold; others are taken to hold.
+        fails: unknown conditions that are taken not to hold; all others are taken to hold.
         reads: whether what comes next has an effect: it is in no branch that is not taken.
         status: whether the last command succeeded; None if that is not known.
-        commands: the words of those that have flags.
+        commands: the words of each command that has flags.
         used: variables that a command or another variable names.
     """
 
@@ -180,7 +181,7 @@ class _Reader:
     unknown: set[str] = field(default_factory=set)
 
     def read(self) -> Sequence[Sequence[str]]:
-        """Return the words of commands; of a script that another one reads, also of variables."""
+        """Return the words of commands, and of variables too if another script trains with them."""
         if any("--num-layers" in words for words in self.commands):
             return self.commands
         left = [_as_list(value) for name, value in self.values.items() if name not in self.used]
@@ -227,7 +228,7 @@ class _Reader:
         return words
 
     def _follows(self, joined: str) -> bool:
-        """Tell whether a command is taken that an operator joins to the one before."""
+        """Tell whether a command runs, from the operator that joins it to the one before."""
         if joined == "&&":  # a command is expected to succeed
             return self.status is not False
         return joined != "||" or not self._known(self.status, expected=False)

@@ -105,10 +105,10 @@ def run(args: Namespace) -> int:
 
 
 def _flags(found: Search, user: Described, cluster: Cluster) -> str:
-    """Return the best one's flags, of a script those to append to its own.
+    """Return the flags of the best candidate; for a script, the flags to append to its own.
 
     Raises:
-        ValueError: there is no training script that takes them.
+        ValueError: no training script takes them.
     """
     own: tuple[str, ...] | None = None
     if user.args.model is None:

@@ -11,6 +11,8 @@ from megatron.fold3d.commands.console import faster, faster_between
 from megatron.fold3d.commands.pictures import figure
 from megatron.fold3d.commands.training_flags import LOCAL_FP32, sums_of
 from megatron.fold3d.commands.yours import CHANGES_RESULTS, NOT_MODELLED, Yours
+from megatron.fold3d.observe.breakdown import Flops
+from megatron.fold3d.observe.digits import digits, seconds
 from megatron.fold3d.observe.report.palette import SERIES
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.efficiency import source_of
@@ -42,34 +44,32 @@ def lines_of(
     """
     yield from _table(found, None if own is None else own.run)
     yield f"{found.considered} considered, {found.too_large} too large for memory"
+    yield "limit: what takes the largest share of an iteration beside computation"
     yield f"efficiency of layers: {source_of(cluster)}"
     if any(choice.candidate.offload for choice in found.best):
         flag = "--offload-activations on"
         yield f"{flag}: no GPU has timed it; rows have it where no recomputation makes AIAO fit"
     yield from _in_16_bits(found)
     yield from _coded(found)
-    yield from of_stock_first(found, own) if own else ()
+    yield from gains_over_yours(found, own) if own else ()
     cases = gains(found, shape, cluster)
     yield from _assumptions(found, cases)
-    yield from _where_experts_sit(found.choice.candidate, cluster)
+    yield from _expert_places(found.choice.candidate, cluster)
     rates = rates_of(found.choice, shape, cluster)
-    yield (
-        f"per GPU: {rates['flops_per_gpu_s'] / 1e12:.1f} TFLOP/s of the model, "
-        f"{rates['hardware_flops_per_gpu_s'] / 1e12:.1f} computed"
-    )
-    yield f"MFU {rates['mfu']:.1%}; {rates['tokens_per_s']:,.0f} tokens/s of all GPUs"
+    yield f"per GPU: {Flops(rates['flops_per_gpu_s'], rates['hardware_flops_per_gpu_s'])}"
+    yield f"MFU {rates['mfu']:.1%}; {digits(rates['tokens_per_s'])} tokens/s of all GPUs"
     if found.many_queues_s is not None:
-        least_s, most_s = found.many_queues_s
+        least, most = map(seconds, found.many_queues_s)
         yield (
-            f"with CUDA_DEVICE_MAX_CONNECTIONS=32: {least_s:.3f}s, or up to {most_s:.3f}s as it "
-            f"may expose TP.sync that one queue hides; with 1: {found.choice.iteration_s:.3f}s"
+            f"with CUDA_DEVICE_MAX_CONNECTIONS=32: {least}, or up to {most} as it may expose "
+            f"TP.sync that one queue hides; with 1: {seconds(found.choice.iteration_s)}"
         )
     first, *others = flags
     yield f"{verdict(found, cases)}{first}"
     yield from others
 
 
-def _where_experts_sit(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
+def _expert_places(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
     ranks = candidate.setup.expert_ranks
     if ranks[1] > 1:
         inside = prod(ranks) <= cluster.gpus_per_node
@@ -137,38 +137,28 @@ def environment(candidate: Candidate, cluster: Cluster) -> Mapping[str, str]:
 
 
 def plot(found: Search, file: Path) -> None:
-    """Draw time and memory of all that was simulated.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
-    picture = figure(f"--plot {file}", 340)
-    axes = picture.add_subplot(
-        xlabel="GiB of the fullest GPU", ylabel="seconds of an iteration", yscale="log"
-    )
-    for is_stock, label, paint in ((True, "stock", SERIES[1]), (False, "ours", SERIES[0])):
-        own = [choice for choice in found.tried if choice.candidate.is_stock == is_stock]
-        gib = [choice.device_bytes / 2**30 for choice in own]
-        axes.scatter(gib, [choice.iteration_s for choice in own], s=12, label=label, c=paint)
-    best = found.choice
-    axes.annotate(
-        f"{best.candidate.name}, {seconds(best.iteration_s)}",
-        (best.device_bytes / 2**30, best.iteration_s),
-        textcoords="offset points",
-        xytext=(6, -12),
-    )
-    axes.legend()
-    picture.savefig(file)
-
-
-def seconds(time_s: float) -> str:
-    """Return a time with its unit."""
-    return f"{time_s:.3f}s" if time_s >= 0.1 else f"{1e3 * time_s:.3f}ms"
+    """Draw time and memory of all that was simulated."""
+    with figure(f"--plot {file}", 340) as picture:
+        axes = picture.add_subplot(
+            xlabel="GiB of the fullest GPU", ylabel="seconds of an iteration", yscale="log"
+        )
+        for is_stock, label, paint in ((True, "stock", SERIES[1]), (False, "ours", SERIES[0])):
+            own = [choice for choice in found.tried if choice.candidate.is_stock == is_stock]
+            gib = [choice.device_bytes / 2**30 for choice in own]
+            axes.scatter(gib, [choice.iteration_s for choice in own], s=12, label=label, c=paint)
+        best = found.choice
+        axes.annotate(
+            f"{best.candidate.name}, {seconds(best.iteration_s)}",
+            (best.device_bytes / 2**30, best.iteration_s),
+            textcoords="offset points",
+            xytext=(6, -12),
+        )
+        axes.legend()
+        picture.savefig(file)
 
 
 def _table(found: Search, own: JudgedCandidate | None = None) -> Iterator[str]:
-    """Yield rows by time; what takes as long at the same sizes is one row, with what differs."""
+    """Yield rows by time; candidates of equal sizes and times share one, with what differs."""
     stock = found.best_stock
     rows = [*found.best]
     rows += [row for row in dict.fromkeys((stock, found.same_layout)) if row and row not in rows]
@@ -265,7 +255,7 @@ def _coded(found: Search) -> Iterator[str]:
         yield f"  {seconds(choice.iteration_s)}{than}: {c.name}"
 
 
-def of_stock_first(found: Search, own: Yours) -> Iterator[str]:
+def gains_over_yours(found: Search, own: Yours) -> Iterator[str]:
     """Yield by how much each of stock's flags makes the user's run faster, then all together."""
     before_s = own.run.iteration_s
 

@@ -101,7 +101,7 @@ def run(args: Namespace) -> int:
         complain(f"{asked.config.plan_file}: {error}")
         return REJECTED
     if asked.config.choice.order == AUTO:
-        write(_what_auto_would_try(args, asked))
+        write(_auto_answer(args, asked))
         return OK
     report = _report(asked)
     reports = [report, *(_beside(args, flags, report) for flags in args.beside)]
@@ -125,7 +125,7 @@ def _asked(args: Namespace, said: Described) -> _Asked:
     said.args.cuda_device_max_connections = str(connections or default_queues(said.args, hardware))
     config = config_of(said, hardware)
     if args.grad_sync_launches is not None and word_of(said.args).value("slices") is None:
-        whole = replace(config.choice, slices=None)  # its sums are cut as that says
+        whole = replace(config.choice, slices=None)  # the option says how sums are cut
         config = replace(config, job=replace(config.job, choice=whole))
     costs = in_numbers(args) if hardware is None else on_cluster(said.model(), hardware)
     shape = said.shape if hardware else None
@@ -202,7 +202,7 @@ def _check_options(args: Namespace) -> None:
 
 
 def _check_costs(its: PredictedRun, said: Described) -> None:
-    """Refuse what costs say nothing of.
+    """Refuse options whose costs are not known.
 
     Raises:
         ValueError: found, rule and fix.
@@ -245,7 +245,7 @@ def _check_costs(its: PredictedRun, said: Described) -> None:
             raise ValueError(f"{flag}: it is for the layers of a model; give a model and --cluster")
 
 
-def _what_auto_would_try(args: Namespace, asked: _Asked) -> str:
+def _auto_answer(args: Namespace, asked: _Asked) -> str:
     """Return what ``--schedule auto`` would try in training with these costs, as text or JSON."""
     if given := [f"--{name}" for name in ("svg", "html") if getattr(args, name)]:
         raise ValueError(

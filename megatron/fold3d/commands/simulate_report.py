@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any
 
-from megatron.fold3d.commands import exposure_table
-from megatron.fold3d.commands.console import OK, REJECTED, complain, faster, lettered
+from megatron.fold3d.commands.console import OK, REJECTED, complain, faster, lettered, table
 from megatron.fold3d.commands.plan_sizes import in_words, sizes
 from megatron.fold3d.commands.training_flags import layout_of
-from megatron.fold3d.observe.breakdown import Breakdown, Flops, seconds_of, shown_columns
+from megatron.fold3d.observe.breakdown import Breakdown, Flops, table_ii
+from megatron.fold3d.observe.digits import digits, seconds
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.report.grid import to_text
 from megatron.fold3d.observe.report.page import View, page
@@ -28,7 +28,6 @@ class Report:
 
     Attributes:
         peaks: the most bytes that each rank's GPU holds; empty if memory is not known.
-        cluster: the GPUs, if there are any.
         left_out: flags that the simulation ignores.
         layers: of each stage, where they were given or chosen.
     """
@@ -64,10 +63,9 @@ class Report:
             how = f"  {self.run.how}" if self.run.how else ""
             layout = layout_of(self.layers)
             yield f"layout            --pipeline-model-parallel-layout '{layout}'{how}"
-        last = f" (the last of {iterations}; makespan {timeline.makespan_s:.6g} s)"
-        yield f"iteration         {timeline.period_s:.6g} s{last * (iterations > 1)}"
+        last = f" (the last of {iterations}; makespan {seconds(timeline.makespan_s)})"
+        yield f"iteration         {seconds(timeline.period_s)}{last * (iterations > 1)}"
         yield from _bound_lines(timeline.period_s, self.bounds)
-        yield f"bubble            {row.bubble_ratio:.1%} of computation"
         yield f"peak activations  {counts}  per rank"
         if self.peaks:
             gib = " ".join(f"{b / 2**30:.1f}" for b in self.peaks)
@@ -75,11 +73,15 @@ class Report:
         if self.flops is not None:
             yield f"per GPU           {self.flops}"
         yield ""  # the last iteration's parts, mean over ranks, as in the paper's Table II
-        shown = shown_columns(row)
-        times_s = seconds_of(row, shown)
-        yield exposure_table.titles("         ", shown)
-        yield exposure_table.line("seconds  ", times_s)
-        yield exposure_table.line("share    ", map(row.share, times_s), ".1%")
+        titles, [times_s] = table_ii(row)
+        shares = (f"{row.share(time_s):.1%}" for time_s in times_s)
+        yield from table(
+            (
+                ("", *titles),
+                ("seconds", *map(digits, times_s)),
+                ("of iteration", *shares),
+            )
+        )
         if grid := _grid(timeline):
             yield ""
             yield grid
@@ -123,7 +125,7 @@ def page_of(reports: Sequence[Report]) -> str:
 
 
 def title_of(reports: Sequence[Report]) -> str:
-    """Return the title of a page or a picture: the job, and what of it all runs share."""
+    """Return the title of a page or a picture: the job, then name and sizes if all runs agree."""
     shape, cluster = reports[0].run.shape, reports[0].cluster
     parts = [f"{shape.name} on {cluster.name}"] if shape and cluster else []
     for of_each in ({report.name for report in reports}, {_sizes(report) for report in reports}):
@@ -165,15 +167,15 @@ def views_of(reports: Sequence[Report]) -> list[View]:
 
 
 def _bound_lines(period_s: float, bounds: Bounds) -> Iterator[str]:
-    """Yield the lower bounds, and how far the iteration is from the first."""
+    """Yield the lower bounds, and how much of the iteration the first is."""
     if not bounds.order_s:
         yield "lower bound       0 s"
         return
-    times = f"{period_s / bounds.order_s:.2f} x of it"
-    yield f"lower bound       {bounds.order_s:.6g} s  of any order, without DP.sync: {times}"
-    if bounds.sync_s is not None:
-        norm = f"{bounds.norm_s:.6g} s if steps wait for the norm"
-        yield f"with DP.sync      {bounds.sync_s:.6g} s, or {norm}"
+    share = f"{bounds.order_s / period_s:.1%} of the iteration"
+    yield f"lower bound       {seconds(bounds.order_s)}  for any order, without DP.sync: {share}"
+    if bounds.sync_s is not None and bounds.norm_s is not None:
+        norm = f"{seconds(bounds.norm_s)} if steps wait for the norm"
+        yield f"with DP.sync      {seconds(bounds.sync_s)}, or {norm}"
 
 
 def _grid(timeline: Timeline) -> str:

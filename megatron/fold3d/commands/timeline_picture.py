@@ -34,12 +34,16 @@ _LEGEND = {
     "update": "optimizer",
     "row": "bubble",
 }
-"""What spans are drawn as: a kind of work, which has shades, or one of `PLAIN`. And their names."""
+"""The looks of spans, with their names: a kind of work, which has shades, or one of `PLAIN`."""
 _THIN_LANES = (Lane.GRAD_SYNC, Lane.COPY)
 _DRAWN = (*BUSY_LANES, *_THIN_LANES)
 _MOST_VECTORS = 1_000  # boxes of a color; more of them are pixels
 _OUTLINED = ("waits-sync", "waits-p2p")
-_UNITS = ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)  # of which the first reads well
+_UNITS = (
+    ("s", 1.0),
+    ("ms", 1e-3),
+    ("µs", 1e-6),
+)  # the first that a time contains
 _A_LITTLE_MORE = 1.02
 # In points.
 _LEFT, _ACROSS = 52.0, WIDTH - 64
@@ -55,11 +59,8 @@ def draw(asked: str, title: str, views: Sequence[View]) -> bytes:
     Several are shown for a steady iteration of the slowest and a little more.
 
     Args:
-        asked: the option that asks for it.
-        views: simulated or measured runs; the name of one that is alone is not shown.
-
-    Raises:
-        ValueError: matplotlib is not installed.
+        asked: the option that asks for the picture.
+        views: simulated or measured runs; a single run's name is not shown.
     """
     shown, end_s = [view.timeline for view in views], None
     if len(views) > 1:
@@ -76,26 +77,26 @@ def draw(asked: str, title: str, views: Sequence[View]) -> bytes:
     num_lines = sum(map(len, (title_lines, *names, *captions))) + ceil(len(legend) / _COLUMNS)
     height = _SPACE * (1 + len(views)) + _LINE * num_lines + _AXIS
     height += sum(diagram.height for diagram in diagrams)
-    picture = figure(asked, height)
-    picture.set_layout_engine("none")
+    with figure(asked, height) as picture:
+        picture.set_layout_engine("none")
 
-    def write(lines: Sequence[str], top: float, ink: str, weight: str = "normal") -> float:
-        at = _SPACE / WIDTH, 1 - top / height
-        picture.text(*at, "\n".join(lines), va="top", color=PLAIN[ink], weight=weight)
-        return top + _LINE * len(lines)
+        def write(lines: Sequence[str], top: float, ink: str, weight: str = "normal") -> float:
+            at = _SPACE / WIDTH, 1 - top / height
+            picture.text(*at, "\n".join(lines), va="top", color=PLAIN[ink], weight=weight)
+            return top + _LINE * len(lines)
 
-    top = write(title_lines, _SPACE, "ink", "bold")
-    for name, caption, diagram in zip(names, captions, diagrams, strict=True):
-        top = write(caption, write(name, top + _SPACE, "ink", "bold"), "soft") + diagram.height
-        place = (_LEFT / WIDTH, 1 - top / height, _ACROSS / WIDTH, diagram.height / height)
-        axes = picture.add_axes(place, frameon=False)
-        axes.set(xlim=(0, end_s / unit_s or 1.0), ylim=(diagram.height, 0))
-        axes.tick_params(length=0, labelcolor=PLAIN["soft"], labelbottom=False)
-        diagram.fill(axes, unit_s)
-    axes.tick_params(labelbottom=True)  # the last one's
-    axes.set_xlabel(f"time [{unit}]")
-    _add(picture, legend)
-    return as_bytes(picture, title)
+        top = write(title_lines, _SPACE, "ink", "bold")
+        for name, caption, diagram in zip(names, captions, diagrams, strict=True):
+            top = write(caption, write(name, top + _SPACE, "ink", "bold"), "soft") + diagram.height
+            place = (_LEFT / WIDTH, 1 - top / height, _ACROSS / WIDTH, diagram.height / height)
+            axes = picture.add_axes(place, frameon=False)
+            axes.set(xlim=(0, end_s / unit_s or 1.0), ylim=(diagram.height, 0))
+            axes.tick_params(length=0, labelcolor=PLAIN["soft"], labelbottom=False)
+            diagram.fill(axes, unit_s)
+        axes.tick_params(labelbottom=True)  # the last one's
+        axes.set_xlabel(f"time [{unit}]")
+        _add(picture, legend)
+        return as_bytes(picture, title)
 
 
 def _in_lines(text: str, of_char: float) -> list[str]:
@@ -105,10 +106,10 @@ def _in_lines(text: str, of_char: float) -> list[str]:
 
 def _caption(row: Exposure) -> str:
     exposed = (("DP.sync", row.grad_sync_s), ("PP.sync", row.p2p_s), ("copies", row.copy_s))
-    parts = [f"{row.total_s * 1e3:.0f} ms per iteration", f"bubble {row.share(row.bubble_s):.1%}"]
+    parts = [f"bubble {row.share(row.bubble_s):.1%}"]
     if shares := [f"{what} {row.share(s):.1%}" for what, s in exposed if s > 0]:
         parts.append(f"exposed {', '.join(shares)}")
-    return " · ".join(parts)
+    return f"{row.total_s * 1e3:.0f} ms per iteration: {', '.join(parts)}"
 
 
 class _Diagram:

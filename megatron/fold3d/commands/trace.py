@@ -7,17 +7,11 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from megatron.fold3d.commands import exposure_table
-from megatron.fold3d.commands.console import OK, complain, write
+from megatron.fold3d.commands.console import OK, complain, table, write
 from megatron.fold3d.commands.cost_sources import costs_from
 from megatron.fold3d.commands.plan_sizes import in_words
-from megatron.fold3d.observe.breakdown import (
-    Breakdown,
-    exposure_of_ranks,
-    measured,
-    seconds_of,
-    shown_columns,
-)
+from megatron.fold3d.observe.breakdown import Breakdown, exposure_of_ranks, measured, table_ii
+from megatron.fold3d.observe.digits import milliseconds
 from megatron.fold3d.observe.report.chrome import to_chrome
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.timeline import Timeline
@@ -144,14 +138,14 @@ def _caption(chosen: Sequence[RankTrace], ranks: Sequence[RankTrace]) -> str:
 
 
 def _lines(title: str, views: Sequence[View]) -> Iterator[str]:
-    shown = shown_columns(*(view.row.iteration for view in views))
     yield title
     yield ""
-    yield exposure_table.titles(f"{'ms':<11}", shown)
-    for view in views:
-        times_s = seconds_of(view.row.iteration, shown)
-        yield exposure_table.line(f"{view.name:<11}", (1e3 * time_s for time_s in times_s))
-        yield exposure_table.line(f"{'':<11}", map(view.row.iteration.share, times_s), ".1%")
+    titles, times_s = table_ii(*(view.row.iteration for view in views))
+    rows = [("ms", *titles)]
+    for view, of_view in zip(views, times_s, strict=True):
+        shares = (f"{view.row.iteration.share(time_s):.1%}" for time_s in of_view)
+        rows += [(view.name, *map(milliseconds, of_view)), ("of iteration", *shares)]
+    yield from table(rows)
     row = views[0].row
     yield ""
     if row.device_bytes is not None:

@@ -59,7 +59,7 @@ def training_flags(
     """Return the flags for the model, the split and the schedule.
 
     Args:
-        fp16: the 16-bit type, where the cluster has bf16 too.
+        fp16: whether fp16 is the 16-bit type although the cluster has bf16.
         own: words that say what the planner does not decide, in place of the shape's flags.
 
     Raises:

@@ -7,7 +7,7 @@ over. Commands take short forms beside them.
 
 import json
 from argparse import ArgumentError, ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
@@ -40,7 +40,7 @@ LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "
 """Fields of a shape with multi-latent attention."""
 _IF_ASKED = ("num_query_groups", "rotary_base", "moe_router_topk", *LATENT)
 SIZES = {name: field for name, field in FIELDS.items() if name not in _IF_ASKED}
-"""Fields of a shape that a flag alone gives, by Megatron's attribute."""
+"""Fields of a shape that one flag gives, by Megatron's attribute."""
 NOT_MODELLED = {
     **dict.fromkeys(
         ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"),
@@ -108,13 +108,21 @@ def read_words(words: Sequence[str], typed: Sequence[str] = ()) -> Namespace:
             raise ValueError(f"there is no {word}; did you mean {near[0]}?")
     if unknown:
         hint = suggestion(unknown, parser._option_string_actions)
+        if unknown[0].startswith("--"):
+            hint = hint or "; flags that are your script's own stand behind --"
         raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     _write_out(args)
     return args
 
 
+def flags_of_trainings(words: Iterable[str]) -> list[str]:
+    """Return the words that are flags of Megatron or of ours, or short forms of them."""
+    known = _parser()._option_string_actions
+    return [word for word in words if word.partition("=")[0] in known]
+
+
 def unread(words: Sequence[str], typed: Sequence[str]) -> Mapping[str, str]:
-    """Return the flags, with their values, of which the last is a script's that could not be read.
+    """Return the flags whose last value is the script's and could not be read, with this value.
 
     Args:
         words: as of `read_words`, with a dollar sign where a part could not be read.
@@ -181,7 +189,7 @@ def _parser() -> ArgumentParser:
 
 
 def _with_values(parser: ArgumentParser, words: Sequence[str]) -> Iterator[str]:
-    """Yield the words without what could not be read, and known flags that lack their value."""
+    """Yield the words, but none that could not be read, and no known flag without its value."""
     known = parser._option_string_actions
     for word, following in pairwise((*words, "--")):
         takes_value = word in known and known[word].nargs != 0 and known[word].nargs != "?"

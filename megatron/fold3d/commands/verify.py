@@ -68,7 +68,7 @@ def run(args: Namespace) -> int:
         plan_sizes = (plan.num_ranks, plan.num_segments, plan.num_microbatches)
         peaks = " ".join(map(str, summary["peak_activations"]))
         write(
-            f"{in_words(*plan_sizes)}, {counted(summary['actions'], 'actions')}, "
+            f"cannot deadlock: {in_words(*plan_sizes)}, {counted(summary['actions'], 'actions')}, "
             f"peak activations per rank: {peaks}\n"
         )
     return OK

@@ -41,7 +41,7 @@ CHANGES_RESULTS = frozenset({_SIXTEEN_BITS})
 
 @dataclass(frozen=True, slots=True)
 class OneFlag:
-    """A user's run with one flag of stock's more, or less, and with those that it needs."""
+    """A user's run with one flag of stock added or dropped, and with the flags that this needs."""
 
     flags: str
     run: JudgedCandidate
@@ -52,9 +52,10 @@ class Yours:
     """The run of a user's own flags.
 
     Attributes:
-        alone: with each of stock's flags that it lacks, fastest first; of one of ours, none.
-        same_layout: the best of stock in its layout, if any fits.
-        coded: as it is, but with coded all-gathers, if it can have them and has not.
+        alone: the run with each of stock's flags that it lacks, fastest first; empty if the run has
+            a schedule of ours.
+        same_layout: the fastest stock of the run's layout, if any fits.
+        coded: the run with coded all-gathers as well, if it lacks them and can have them.
     """
 
     run: JudgedCandidate
@@ -100,7 +101,7 @@ def _tried_alone(
 ) -> tuple[OneFlag, ...]:
     """Return a user's run with each of stock's flags that it lacks and that fits, fastest first.
 
-    Of a flag with a number, or with others that it may bring along, it is the fastest one.
+    If a flag takes several numbers or further flags, only the fastest variant counts.
     """
     best: dict[str, OneFlag] = {}
     for flags, candidate in _variants(args, own, shape.num_layers) if own.is_stock else ():

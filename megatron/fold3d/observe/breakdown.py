@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
+from megatron.fold3d.observe.digits import digits
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
 from megatron.fold3d.observe.timeline import Lane, Timeline, covered_s
 from megatron.fold3d.observe.trace_files import RankTrace
@@ -34,7 +35,8 @@ class Flops(NamedTuple):
         return Flops(factor * self.model, factor * self.hardware)
 
     def __str__(self) -> str:
-        return f"{self.model / 1e12:.1f} TFLOP/s of the model, {self.hardware / 1e12:.1f} computed"
+        model, hardware = digits(self.model / 1e12), digits(self.hardware / 1e12)
+        return f"{model} TFLOP/s of the model, {hardware} computed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +122,16 @@ def layer_sync_s(timeline: Timeline, lane: Lane) -> float | None:
     return sum(map(covered_s, spans)) / (timeline.num_ranks * iterations)
 
 
-def shown_columns(*rows: Exposure) -> list[str]:
-    """Return the fields to show: Table II's, and any other that is not zero in all rows."""
-    return [
+def table_ii(*rows: Exposure) -> tuple[list[str], list[list[float]]]:
+    """Return the titles of the paper's Table II, and below them the seconds of each row.
+
+    The last column is the whole iteration. There are also columns that the paper lacks, if they are
+    not zero in all rows.
+    """
+    shown = [
         name
         for name in COLUMNS
         if name not in _NOT_IN_THE_PAPER or any(getattr(row, name) for row in rows)
     ]
-
-
-def seconds_of(row: Exposure, shown: Sequence[str]) -> list[float]:
-    """Return the seconds of these fields, followed by those of the whole iteration."""
-    return [*(getattr(row, name) for name in shown), row.total_s]
+    titles = [*(COLUMNS[name] for name in shown), "iteration"]
+    return titles, [[*(getattr(row, name) for name in shown), row.total_s] for row in rows]

@@ -60,7 +60,7 @@ class _Causes:
 
     def __init__(self, timeline: Timeline) -> None:
         self.num_ranks = timeline.num_ranks
-        # Spans by their end; under no action those of a lane, under an action its own.
+        # Spans by their end: all of a lane under None, one action's under the action.
         self.by_end: dict[tuple[int, Lane, Action | None], list[_Found]] = defaultdict(list)
         for rank, spans in enumerate(timeline.ranks):
             for span in sorted(spans, key=lambda span: span.end_s):

@@ -29,6 +29,20 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: not text in UTF-8") from None
 
 
+def read_as[T](path: Path, parse: Callable[[str], T]) -> T:
+    """Return what ``parse`` makes of the text in a file that a user named.
+
+    Raises:
+        ValueError: as `read_text`, or of ``parse``; the message begins with the path.
+        OSError: the file cannot be read.
+    """
+    text = read_text(path)
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def parse_json(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
     """Return the value of a text in JSON, or in the language that ``parse`` reads.
 
@@ -84,10 +98,10 @@ def check_fields(of: Any, *, may_be_zero: Container[str] = ()) -> None:
     Args:
         of: the object; ``int`` fields must hold whole numbers, and all numbers be above zero. A
             field of ``int | None`` may hold None or zero as well.
-        may_be_zero: the fields that may be zero as well, beside those that are by default.
+        may_be_zero: fields that may be zero although they are not by default.
 
     Raises:
-        ValueError: one is of another type or, of numbers, not finite, negative, or zero.
+        ValueError: a field has another type, or its number is not finite, negative, or zero.
     """
     for field in fields(of):
         value, name, kind = getattr(of, field.name), field.name, field.type

@@ -44,7 +44,7 @@ class Run:
         rounds: the lines of its log, each iteration once, in order; for each time that it ran.
         warmup: how many of the first iterations are not timed, such as trials of ``auto``.
         timeline: the timeline of its traced iterations, if there are any.
-        row: what they say beside the timeline.
+        row: what the traces say beside the timeline.
         flags: the values of Megatron's flags that the log lists.
     """
 
@@ -148,7 +148,7 @@ def rounds_of(path: Path) -> list[Path]:
 def runs_in(folder: Path) -> tuple[list[Path], str]:
     """Return the finished runs in a folder of them, in the order of their names.
 
-    The second is what has not finished, and how to go on; empty if all have.
+    The second value names the runs that have not finished, and how to go on; it may be empty.
 
     Raises:
         ValueError: fewer than two have finished once.
@@ -183,7 +183,7 @@ def check_same_job(runs: Sequence[Run]) -> None:
     """Return if all runs train one model on batches of one size from one seed.
 
     Raises:
-        ValueError: a run does not; what no log lists is not known.
+        ValueError: a run does not, as far as the logs list the flags.
     """
     first = runs[0]
     for run in runs[1:]:

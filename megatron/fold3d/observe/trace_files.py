@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from megatron.fold3d.observe.fields import check_fields, is_number, parse_json, read_text
+from megatron.fold3d.observe.fields import check_fields, is_number, parse_json, read_as
 from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.plan.ir import gc_paused
 
@@ -176,20 +176,14 @@ def read_ranks(folder: Path) -> tuple[RankTrace, ...]:
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         raise ValueError(f"{folder} holds no rank-*.json; train with --trace {folder}")
-    ranks = []
-    for path in paths:
-        text = read_text(path)
-        try:
-            ranks.append(RankTrace.from_json(text))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+    ranks = tuple(read_as(path, RankTrace.from_json) for path in paths)
     for rank, path in zip(ranks, paths, strict=True):
         if difference := _another_job(ranks[0], rank):
             raise ValueError(
                 f"{path} is of another job than {paths[0].name}: {difference}; "
                 "move what is old out of the folder, or trace again into a new one"
             )
-    return tuple(ranks)
+    return ranks
 
 
 def _another_job(first: RankTrace, other: RankTrace) -> str:

@@ -22,6 +22,7 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import has_many_queues
 from megatron.fold3d.config.job_sizes import ranks_of_model
 from megatron.fold3d.config.schedule_flags import word_of
+from megatron.fold3d.observe.digits import seconds
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import file_of
@@ -152,8 +153,9 @@ def _on_cluster(known: Cluster, peaks: Sequence[float], timeline: Timeline) -> I
         yield f"  little is left of {limit / _GIB:.0f} GiB for CUDA, NCCL and the allocator"
     row = mean(exposure(timeline))
     parts = {"bubble": row.bubble_s, "DP.sync": row.grad_sync_s, "PP.sync": row.p2p_s}
-    exposed = ", ".join(f"{name} {row.share(seconds):.0%}" for name, seconds in parts.items())
-    yield f"iteration: {timeline.period_s:.3f} s on {known.name}, predicted: {exposed}"
+    exposed = ", ".join(f"{name} {row.share(part_s):.0%}" for name, part_s in parts.items())
+    time = seconds(timeline.period_s)
+    yield f"iteration: {time} on {known.name}, predicted: {exposed} of it"
 
 
 def _left_out(args: Namespace, known: Cluster | None) -> Iterator[str]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from megatron.fold3d.observe.breakdown import COLUMNS, Breakdown, seconds_of, shown_columns
+from megatron.fold3d.observe.breakdown import COLUMNS, Breakdown, table_ii
 from megatron.fold3d.observe.critical_path import PathStep, critical_path, path_seconds
-from megatron.fold3d.observe.exposure import Exposure
+from megatron.fold3d.observe.digits import milliseconds
 from megatron.fold3d.observe.report.palette import DARK_TEXT, color, shades, text_on
 from megatron.fold3d.observe.timeline import Lane, Timeline, by_row, queued
 from megatron.fold3d.plan.ir import gc_paused
@@ -59,7 +59,6 @@ def page(
     """Return the page as HTML.
 
     Args:
-        caption: the line below the title.
         views: the first is the one that the tiles are about.
         speeds: the rows of a table about all iterations, not only the traced ones; titles first.
         gain: of the first view over stock of the same layout, in words, if that is shown too.
@@ -141,7 +140,11 @@ def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:
 
 def _tiles(views: Sequence[View], gain: str | None) -> Iterator[str]:
     row, others = views[0].row, views[1:]
-    exposed = {"bubble_s": "bubble", "grad_sync_s": "exposed DP.sync", "p2p_s": "exposed PP.sync"}
+    exposed = {
+        "bubble_s": "of an iteration is bubble",
+        "grad_sync_s": "is exposed DP.sync",
+        "p2p_s": "is exposed PP.sync",
+    }
 
     def tile(text: str, name: str, *compared: str) -> str:
         beside = "".join(
@@ -149,7 +152,7 @@ def _tiles(views: Sequence[View], gain: str | None) -> Iterator[str]:
         )
         return f"<li><b>{text}</b><span>{name}{beside}</span></li>"
 
-    times = [f"{_ms(view.row.iteration.total_s)} ms" for view in views]
+    times = [f"{milliseconds(view.row.iteration.total_s)} ms" for view in views]
     yield tile(times[0], "per iteration", *times[1:])
     if gain is not None:
         yield f"<li><b>{gain}</b><span>than stock of the same layout</span></li>"
@@ -161,12 +164,6 @@ def _tiles(views: Sequence[View], gain: str | None) -> Iterator[str]:
         used = f", {row.utilisation:.1%} of peak" if row.utilisation is not None else ""
         name = f"TFLOP/s of the model per GPU{used}"
         yield f"<li><b>{row.flops.model / 1e12:.1f}</b><span>{name}</span></li>"
-
-
-def _ms(seconds: float) -> str:
-    """Milliseconds with four digits, all of them where there are more before the point."""
-    ms = seconds * 1e3
-    return f"{ms:.0f}" if abs(ms) >= 1e3 else f"{ms:.4g}"
 
 
 def _capital(name: str) -> str:
@@ -182,27 +179,24 @@ def _speed_section(speeds: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _time_section(views: Sequence[View]) -> Iterator[str]:
     rows = [view.row for view in views]
-    shown = shown_columns(*(row.iteration for row in rows))
     yield '<section aria-labelledby="time"><h2 id="time">Where the time goes</h2>'
     yield '<p class="soft small">An iteration, mean over ranks: the columns of the FOLD3D paper’s '
     yield "Table II. DP.sync and PP.sync are what nothing hides.</p>"
-    yield from _bars(
-        (v.name, dict(zip(shown, seconds_of(v.row.iteration, shown), strict=False)), COLUMNS)
-        for v in views
-    )
-    titles = ["ms", *(COLUMNS[name] for name in shown), "iteration"]
+    yield from _bars((view.name, view.row.iteration._asdict(), COLUMNS) for view in views)
+    titles, times_s = table_ii(*(row.iteration for row in rows))
     extra = list(_extra_columns(rows))
     yield _table(
-        [*titles, *(name for name, _ in extra)],
+        ["ms", *titles, *(name for name, _ in extra)],
         *(
-            [view.name, *_cells(view.row.iteration, shown), *(texts[i] for _, texts in extra)]
+            [view.name, *map(milliseconds, times_s[i]), *(texts[i] for _, texts in extra)]
             for i, view in enumerate(views)
         ),
     )
     for view in views:
         yield f"<details><summary>{escape(_capital(view.name))}, each rank</summary>"
-        ranks = enumerate(view.row.of_rank)
-        yield _table(titles, *([f"rank {rank}", *_cells(row, shown)] for rank, row in ranks))
+        titles, times_s = table_ii(*view.row.of_rank)
+        cells = ((f"rank {n}", *map(milliseconds, of_rank)) for n, of_rank in enumerate(times_s))
+        yield _table(["ms", *titles], *cells)
         yield "</details>"
     yield "</section>"
 
@@ -224,10 +218,6 @@ def _extra_columns(rows: Sequence[Breakdown]) -> Iterator[tuple[str, list[str]]]
                 "–" if value is None else format(value / unit, form) for value, unit, form in values
             ]
             yield name, texts
-
-
-def _cells(row: Exposure, shown: Sequence[str]) -> list[str]:
-    return [_ms(seconds) for seconds in seconds_of(row, shown)]
 
 
 def _table(titles: Sequence[str], *rows: Sequence[str]) -> str:
@@ -266,7 +256,7 @@ def _bars(rows: Iterator[tuple[str, dict[str, float], dict[str, str]]]) -> Itera
         for field in titles:
             if seconds.get(field, 0) > 0:
                 yield _piece(titles[field], _KINDS.get(field), seconds[field], total_s)
-        yield f'</div></div><span class="of">{_ms(total_s)} ms</span>'
+        yield f'</div></div><span class="of">{milliseconds(total_s)} ms</span>'
     yield "</div>"
 
 
@@ -277,7 +267,7 @@ def _piece(title: str, kind: str | None, seconds: float, total_s: float) -> str:
         paint = f"background:var(--update);color:{DARK_TEXT}"
     if kind is not None:
         paint = f"background:{color(kind, 0, 1)};color:{text_on(kind, 0, 1)}"
-    tip = f"{title}: {_ms(seconds)} ms, {share:.1%}"
+    tip = f"{title}: {milliseconds(seconds)} ms, {share:.1%}"
     return (
         f'<div style="width:{100 * share:.3f}%;{paint}" title="{escape(tip)}">'
         f"<span>{title} {share:.1%}</span></div>"

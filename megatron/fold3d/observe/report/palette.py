@@ -30,7 +30,7 @@ PLAIN = {
     "waits-sync": "#6a38b2",
     "waits-p2p": "#c72e69",
 }
-"""What has one color, on a light page."""
+"""The colors that have no shades, on a light page."""
 
 DARK = {
     "page": "#0d1117",
@@ -42,7 +42,7 @@ DARK = {
     "waits-sync": "#b794ee",
     "waits-p2p": "#f088b0",
 }
-"""What of it has another color on a dark page."""
+"""The colors that differ on a dark page."""
 
 DARK_TEXT, LIGHT_TEXT = "#14202f", "#fff"
 """Words in a box, whatever the page."""
