@@ -4,7 +4,7 @@ Round 1 sweeps stock's configurations, and the fastest goes on beside ours. Roun
 shaped links: it is the same for all rates of a job.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -99,11 +99,6 @@ class SyncCell(Cell):
     def simulation(self) -> Simulation:
         """What the simulator knows of it."""
         return Simulation.of(self.job, self.layer_ms, self.link)
-
-    def alike(self, runs: Sequence[Run]) -> Iterable[Sequence[Run]]:
-        """Return those that clip, and those that do not."""
-        clipped = [run for run in runs if "-auto-" not in run.variant.name]
-        return clipped, [run for run in runs if run not in clipped]
 
 
 # Rates at which stock's default leaves DP.sync exposed for about 45, 30 and 15% of an iteration; at
