@@ -209,7 +209,6 @@ def _made(feature: str, *args: object, patch: str = "") -> "Iterator[Part]":
 
     Args:
         feature: ``module:Class`` of `megatron.fold3d.runtime`.
-        args: what the class takes.
         patch: a module of `fold3d_patches.schedule` whose patch takes the feature.
     """
     module, name = feature.split(":")

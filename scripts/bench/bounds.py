@@ -51,7 +51,6 @@ def cells(job: Simulation, segment_counts: Sequence[int], runs: Sequence[Run]) -
     ``--schedule auto`` took.
 
     Args:
-        job: the cell's.
         segment_counts: the numbers of model chunks per rank that it may have.
         runs: its runs, those without shaped links included.
     """

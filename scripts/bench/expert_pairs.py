@@ -69,7 +69,6 @@ class Free(NamedTuple):
         forward_s: by stage.
         backward_s: by stage.
         late_s: by stage, all-to-alls of a forward, which take nothing but their latency there.
-        iteration_ms: of an iteration.
     """
 
     forward_s: tuple[float, ...]
@@ -82,8 +81,6 @@ class Cell:
     """Chunks of some layers, and the links of some share.
 
     Args:
-        args: of the command line.
-        layers: of a chunk.
         share: the all-to-alls of a layer as a share of its paced compute.
     """
 

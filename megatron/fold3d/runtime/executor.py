@@ -178,7 +178,6 @@ def script_problems(config: Any, process_non_loss_data: object = None) -> Iterat
     """Yield the settings that a script has made without a flag, and that no plan can run.
 
     Args:
-        config: Megatron's configuration of the model.
         process_non_loss_data: ``process_non_loss_data_func`` of the script's ``pretrain``.
     """
     if config.variable_seq_lengths:

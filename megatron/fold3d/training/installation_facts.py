@@ -138,9 +138,7 @@ def architectures(
     """Tell whether this torch has kernels for the GPUs.
 
     Args:
-        gpus: the compute capability of each kind.
         built_for: the list of ``torch.cuda.get_arch_list``, with names such as ``sm_80``.
-        build: the build of torch, in words.
     """
     numbers = (re.match(r"sm_(\d+)", name) for name in built_for)
     known = [divmod(int(number[1]), 10) for number in numbers if number]

@@ -146,7 +146,6 @@ def _forward_and_backward(
     Args:
         model: a layer, with the embedding or the head if it is to have them.
         tokens: the tokens of the micro-batch, sequences by positions, for the embedding.
-        labels: the labels of the micro-batch, for the head.
     """
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # fusions add here

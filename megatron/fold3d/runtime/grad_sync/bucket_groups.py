@@ -69,7 +69,6 @@ def own_shard(chunks: Sequence[Any], weight: Any, stages: dist.ProcessGroup) -> 
     stages hold the weight, rounding depends on how a sum is cut, so the sum stays whole.
 
     Args:
-        chunks: the rank's model chunks, in DDP.
         weight: any parameter of these chunks.
         stages: the pipeline ranks that hold a copy of the weight.
 

@@ -40,7 +40,6 @@ class StageGradients:
     """The gradients of one model chunk, in one iteration after the other.
 
     Args:
-        chunk: the model chunk, in DDP.
         kept: the parameters whose gradients Megatron reads in the iteration; `kept` returns those.
         slice_bytes: the most that is all-reduced at once.
         our_group: returns the process group that sums a bucket group, but for parts of its shards.

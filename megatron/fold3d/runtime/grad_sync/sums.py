@@ -43,14 +43,8 @@ class Sums:
     If ``groups`` has none over a bucket's ranks, gradients are summed in the bucket's own group.
 
     Args:
-        recorder: records each part from its start to its end.
         chunks: the model chunks; without any there is nothing to sum.
-        kept: the parameters that are kept apart.
         slice_bytes: the most that is all-reduced at once.
-        groups: our process groups, by ranks.
-
-    Attributes:
-        gradients: the gradients of each chunk.
     """
 
     def __init__(

@@ -148,12 +148,7 @@ def _refuse_bound_group() -> None:
 
 
 def groups_by_op(pp_group: dist.ProcessGroup, backend: str) -> dict[Op, dist.ProcessGroup]:
-    """Make the process groups of all pipelines together; return this rank's, by transfer op.
-
-    Args:
-        pp_group: Megatron's group of this rank's pipeline.
-        backend: the backend of the groups.
-    """
+    """Make the process groups of all pipelines together; return this rank's, by transfer op."""
     rank, num_ranks, ours = pp_group.rank(), pp_group.size(), ranks_of(pp_group)
     links = [  # the link from rank r to the next has index r % len(links)
         # PP.sync goes before DP.sync (paper Sec. III-A).
