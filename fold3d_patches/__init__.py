@@ -222,18 +222,16 @@ def _transfers(run: _Run) -> "Feature":
     from megatron.fold3d.runtime.transfers.p2p import P2P
     from megatron.fold3d.runtime.transfers.pipeline_transfers import PipelineTransfers
 
-    config = run.config
-    connect: Connect = P2P
-    if config.job.receives_late:
+    connects: list[Connect] = [P2P]
+    if run.config.job.receives_late:
         from megatron.fold3d.runtime.transfers.alternating_p2p import AlternatingP2P
 
-        connect = AlternatingP2P
+        connects = [AlternatingP2P]
     if run.communicator is not None:
         from megatron.fold3d.runtime.preemption.preemptive_p2p import PreemptiveP2P
 
-        connect = partial(PreemptiveP2P, run.communicator)
-    connects = [connect]
-    if config.lazy_inter_segment:
+        connects = [partial(PreemptiveP2P, run.communicator)]
+    if run.config.lazy_inter_segment:
         from megatron.fold3d.runtime.transfers.host_link import HostLink
 
         connects.append(HostLink)

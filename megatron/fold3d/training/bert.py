@@ -22,7 +22,7 @@ from megatron.training import get_args, get_timers
 
 from megatron.fold3d.training.bert_model import BertModelConfig
 from megatron.fold3d.training.pretraining import check_loss, check_run, dataset_options
-from megatron.fold3d.upstream.versions import gpt_config_from_args
+from megatron.fold3d.upstream.pretrain import gpt_config_from_args
 
 NOT_BERT = (
     "calculate_per_token_loss",  # the two losses count different things

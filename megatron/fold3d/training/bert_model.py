@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.utils import (
 )
 from megatron.training import get_args
 
-from megatron.fold3d.upstream.versions import GPTModelBuilder, GPTModelConfig
+from megatron.fold3d.upstream.pretrain import GPTModelBuilder, GPTModelConfig
 
 NUM_TOKEN_TYPES = 2  # for the first and the second segment of text
 

@@ -38,7 +38,7 @@ from megatron.fold3d.config.run_flags import run_problems
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 from megatron.fold3d.training.mistakes import MISTAKES, refuse, script, speaks
-from megatron.fold3d.upstream import versions
+from megatron.fold3d.upstream.pretrain import parse_and_validate_args, pretrain
 
 if TYPE_CHECKING:
     from megatron.fold3d.observe.breakdown import Flops
@@ -70,7 +70,7 @@ def train(argv: Sequence[str], family: Literal["gpt", "bert"]) -> int:
                 return tell_checked(args, [*absent_packages(args)])
         except MISTAKES as error:
             return refuse(error)
-        versions.pretrain(args, config, model.build_datasets, model.forward_step)
+        pretrain(args, config, model.build_datasets, model.forward_step)
     return 0
 
 
@@ -179,7 +179,7 @@ def prepare(
         is_blackwell = known is not None and known.is_blackwell  # unknown GPUs count as older
         patched.enter_context(apply(absent_gpu(is_blackwell)))
     with nullcontext() if not checks else redirect_stdout(io.StringIO()):  # 800 lines of flags
-        args = versions.parse_and_validate_args(
+        args = parse_and_validate_args(
             add_all, ignore_unknown_args, defaults | megatron_defaults(args)
         )
     if not on_cpu and has_many_queues():

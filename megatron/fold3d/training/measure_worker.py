@@ -82,7 +82,7 @@ def _measure(args: Namespace, device: torch.device) -> HardwareProfile:
     from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron.fold3d.upstream.versions import GPTModelBuilder, gpt_config_from_args
+    from megatron.fold3d.upstream.pretrain import GPTModelBuilder, gpt_config_from_args
 
     groups, built = ProcessGroupCollection.use_mpu_process_groups(), gpt_config_from_args(args)
     dtype = built.transformer.params_dtype
