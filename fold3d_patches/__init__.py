@@ -70,10 +70,7 @@ def install_schedule(
 
     Raises:
         PatchError: as above.
-        PlanError: the schedule cannot run ``num_microbatches``; the user's plan has other sizes;
-            pairs of micro-batches are requested but there is none; weight gradients are in an
-            order that Transformer Engine cannot compute; or recomputations in one that gives
-            routers another mean.
+        PlanError: the schedule, or the user's plan, cannot run ``num_microbatches`` of this run.
         HostMemoryError: this node has too little memory for the offloaded activations.
     """
     from megatron.fold3d.runtime.plans import Plans
