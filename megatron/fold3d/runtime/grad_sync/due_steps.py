@@ -59,8 +59,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
 )
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
-from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import reduced_in_iteration
-from megatron.fold3d.runtime.grad_sync.sums import UNCUT, Sums
+from megatron.fold3d.runtime.grad_sync.sums import UNCUT, Sums, reduced_in_iteration
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
