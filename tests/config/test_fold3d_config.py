@@ -247,7 +247,7 @@ def test_stages_of_a_layout_are_counted_as_megatron_counts_them(
 ) -> None:
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    from megatron.fold3d.config.layer_split import written_out
+    from megatron.fold3d.config.job_sizes import written_out
 
     layout = ",".join(f"({part})*{n}" if grouped else f"{part}*{n}" for part, n, grouped in parts)
     stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)

@@ -28,11 +28,12 @@ import torch
 from megatron.fold3d.commands.job import setup_of
 from megatron.fold3d.commands.megatron_flags import shape_of
 from megatron.fold3d.commands.training_flags import layout_of
-from megatron.fold3d.config import job_sizes
-from megatron.fold3d.config.layer_split import (
+from megatron.fold3d.config.job_sizes import (
     fitting_segments,
     may_be_uneven,
     num_layers,
+    num_microbatches,
+    ranks_of_model,
     uneven_ranks,
 )
 from megatron.fold3d.config.schedule_flags import word_of
@@ -160,7 +161,7 @@ def choose_segments(
         source = f"measured now, kept in {kept}"
         keep(kept, measured)
     room = None if builds_own_model else room_for_layers(args)
-    choice = choose(args, measured, job_sizes.num_microbatches(args), room)
+    choice = choose(args, measured, num_microbatches(args), room)
     # For `fold3d simulate --costs`.
     stages = int(args.pipeline_model_parallel_size) * choice.num_segments
     costs = measured.costs(choice.layers or (num_layers(args) / stages,) * stages)
@@ -264,9 +265,7 @@ def room_for_layers(args: Namespace) -> Room | None:
     num_ranks: int = args.pipeline_model_parallel_size
     try:
         shape = shape_of(args)
-        setup = setup_of(
-            args, max(1, int(os.environ["WORLD_SIZE"]) // job_sizes.ranks_of_model(args))
-        )
+        setup = setup_of(args, max(1, int(os.environ["WORLD_SIZE"]) // ranks_of_model(args)))
         setup.check(shape)
     except ValueError:
         return None

@@ -32,7 +32,7 @@ from megatron.fold3d.config.gpu_settings import (
     gpu_problems,
     has_many_queues,
 )
-from megatron.fold3d.config.job_sizes import num_microbatches
+from megatron.fold3d.config.job_sizes import num_microbatches, recomputed_layers, stage_layers
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.run_flags import run_problems
 from megatron.fold3d.config.schedule_flags import word_of
@@ -287,7 +287,6 @@ def _microbatch_flops(args: Namespace) -> "Flops":
     chooses later is not counted.
     """
     from megatron.fold3d.commands.megatron_flags import shape_of
-    from megatron.fold3d.config.layer_split import recomputed_layers, stage_layers
     from megatron.fold3d.observe.breakdown import Flops
     from megatron.fold3d.predict.cost_model.training_flops import training_flops
 
