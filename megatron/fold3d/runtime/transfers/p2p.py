@@ -74,7 +74,10 @@ class P2P:
         alias = tensor.detach()
         work = self._start_send(action, alias)
         self._leaving.append((alias, work))
-        while self._leaving and (len(self._leaving) > _UNFINISHED_SENDS or self._oldest_is_sent):
+        while self._leaving and (
+            len(self._leaving) > _UNFINISHED_SENDS
+            or self._leaving[0][1].is_completed()  # with gloo False until somebody waits
+        ):
             self._leaving[0][1].wait()  # keeps the tensor alive until then
             self._leaving.popleft()
 
@@ -84,10 +87,6 @@ class P2P:
         while self._leaving:
             self._leaving[0][1].wait()
             self._leaving.popleft()
-
-    @property
-    def _oldest_is_sent(self) -> bool:
-        return self._leaving[0][1].is_completed()  # with gloo False until somebody waits
 
     def _group(self, action: Action) -> Any:
         return self._groups[action.op]
