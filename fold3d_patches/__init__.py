@@ -70,10 +70,7 @@ def install_schedule(
 
     Raises:
         PatchError: as above.
-        PlanError: the schedule cannot run ``num_microbatches``; the user's plan has other sizes;
-            pairs of micro-batches are requested but there is none; weight gradients are in an
-            order that Transformer Engine cannot compute; or recomputations in one that gives
-            routers another mean.
+        PlanError: the schedule, or the user's plan, cannot run ``num_microbatches`` of this run.
         HostMemoryError: this node has too little memory for the offloaded activations.
     """
     from megatron.fold3d.runtime.plans import Plans
@@ -209,7 +206,6 @@ def _made(feature: str, *args: object, patch: str = "") -> "Iterator[Part]":
 
     Args:
         feature: ``module:Class`` of `megatron.fold3d.runtime`.
-        args: what the class takes.
         patch: a module of `fold3d_patches.schedule` whose patch takes the feature.
     """
     module, name = feature.split(":")
@@ -223,18 +219,16 @@ def _transfers(run: _Run) -> "Feature":
     from megatron.fold3d.runtime.transfers.p2p import P2P
     from megatron.fold3d.runtime.transfers.pipeline_transfers import PipelineTransfers
 
-    config = run.config
-    connect: Connect = P2P
-    if config.job.receives_late:
+    connects: list[Connect] = [P2P]
+    if run.config.job.receives_late:
         from megatron.fold3d.runtime.transfers.alternating_p2p import AlternatingP2P
 
-        connect = AlternatingP2P
+        connects = [AlternatingP2P]
     if run.communicator is not None:
         from megatron.fold3d.runtime.preemption.preemptive_p2p import PreemptiveP2P
 
-        connect = partial(PreemptiveP2P, run.communicator)
-    connects = [connect]
-    if config.lazy_inter_segment:
+        connects = [partial(PreemptiveP2P, run.communicator)]
+    if run.config.lazy_inter_segment:
         from megatron.fold3d.runtime.transfers.host_link import HostLink
 
         connects.append(HostLink)

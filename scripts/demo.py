@@ -44,9 +44,7 @@ class Arm:
     """One of the runs that are compared.
 
     Attributes:
-        name: of its folder.
         title: in tables and pictures.
-        flags: added to the job's.
         warmup: iterations until its time counts.
     """
 

@@ -220,14 +220,13 @@ class TokenizerChoice:
         """
         if self.type == BYTE_LEVEL:
             return ["--tokenizer-type", NULL, "--vocab-size", str(vocab_size)]
-        flags = ["--tokenizer-type", self.type]
-        if self.model:
-            flags += ["--tokenizer-model", self.model]
-        if self.vocab_size:
-            flags += ["--vocab-size", str(self.vocab_size)]
-        if self.tiktoken_pattern:
-            flags += ["--tiktoken-pattern", self.tiktoken_pattern]
-        return flags
+        given = {
+            "--tokenizer-type": self.type,
+            "--tokenizer-model": self.model,
+            "--vocab-size": self.vocab_size,
+            "--tiktoken-pattern": self.tiktoken_pattern,
+        }
+        return [str(word) for flag in given.items() if flag[1] for word in flag]
 
 
 class Encoder:

@@ -19,8 +19,6 @@ PLACE = re.compile(
     r".*?(?P<end><!-- -->\n)",
     re.S,
 )
-
-
 _IN_A_SENTENCE = 12
 
 
@@ -36,11 +34,6 @@ def printed(page: str) -> str:
         ),
         page,
     )
-
-
-def values_of(page: str) -> list[str]:
-    """Return the values that a page names."""
-    return [value for place in PLACE.finditer(page) for value in place["values"].split(", ")]
 
 
 def shown(setting: str) -> str:

@@ -13,14 +13,16 @@ with 0 if all is well, 1 if not, 2 if there is no such version: a CI job can ask
 import argparse
 import logging
 import os
-import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 from tempfile import TemporaryDirectory
+
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("megatron/fold3d/runtime", "megatron/fold3d/training", "fold3d_patches")
@@ -66,13 +68,7 @@ def _install(version: str | None, folder: Path) -> bool:
 
 def _version(folder: Path) -> str | None:
     info = folder / "megatron/core/package_info.py"
-    if not info.is_file():
-        return None
-    text = info.read_text(encoding="utf-8")
-    parts: dict[str, str] = dict(
-        re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)", text, re.M)
-    )
-    return ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH")) + parts["PRE_RELEASE"]
+    return Version(run_path(str(info))["__version__"]).public if info.is_file() else None
 
 
 def _with(folders: Sequence[Path], *command: str) -> int:

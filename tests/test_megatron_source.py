@@ -10,7 +10,6 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import megatron.training
@@ -214,7 +213,7 @@ def names(text: str) -> set[str]:
 
 
 def of_scripts(*scripts) -> set[str]:
-    modules = (pretraining, import_module("megatron.fold3d.training.bert_model"), *scripts)
+    modules = (pretraining, *scripts)
     return {name for module in modules for name in names(inspect.getsource(module))}
 
 

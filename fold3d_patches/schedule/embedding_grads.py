@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fold3d_patches.registry import Patch, around
-from megatron.fold3d.runtime.grad_sync.bucket_groups import own_shard
+from megatron.fold3d.runtime.grad_sync.stage_gradients import own_shard
 
 
 def patch() -> Patch:

@@ -15,16 +15,12 @@ from fold3d_patches.registry import Patch, around
 
 def patches() -> Iterator[Patch]:
     """Yield the patches of both functions: with ``--skip-train`` Megatron calls only the second."""
-    yield around(
-        "megatron.training.training:train",
-        _checked,
-        parameters="model process_non_loss_data_func non_loss_data_func",
-    )
-    yield around(
-        "megatron.training.training:evaluate_and_print_results",
-        _checked,
-        parameters="model process_non_loss_data_func non_loss_data_func",
-    )
+    for name in ("train", "evaluate_and_print_results"):
+        yield around(
+            f"megatron.training.training:{name}",
+            _checked,
+            parameters="model process_non_loss_data_func non_loss_data_func",
+        )
 
 
 def _checked(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

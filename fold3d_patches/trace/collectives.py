@@ -42,9 +42,7 @@ def _patches(
     """Return the patches of the launch of one kind of collective, and of the wait for it.
 
     Args:
-        tracer: records them.
         of: what DDP calls it in the names of its methods.
-        kind: what a trace calls it.
         launched: returns the op that a launch with these arguments is.
         parameters: of the launching and the waiting method.
     """

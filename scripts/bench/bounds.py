@@ -6,7 +6,7 @@ full, and with DP.sync between weight gradients. Costs are those of `scripts.ben
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, combinations
 from statistics import median
 
@@ -30,22 +30,6 @@ TITLES = (
 _CODED_BITS = 3.5  # of a parameter that such a job gathers in its 16th iteration
 
 
-@dataclass(frozen=True, slots=True)
-class Least:
-    """The least time of an iteration, by whether its step waits for the gradients' norm."""
-
-    free_ms: float
-    clipped_ms: float
-
-
-def least(job: Simulation, num_segments: int) -> Least:
-    """Return what no order with these model chunks is faster than."""
-    found = list(_bounds(job, num_segments))
-    times_s = ((b.sync_s or b.order_s, b.norm_s or b.order_s) for b in found)
-    free_s, clipped_s = map(min, zip(*times_s, strict=True))
-    return Least(free_s * 1e3, clipped_s * 1e3)
-
-
 def cells(job: Simulation, segment_counts: Sequence[int], runs: Sequence[Run]) -> list[str]:
     """Return what follows the first of `TITLES`, or nothing if too little was measured.
 
@@ -54,7 +38,6 @@ def cells(job: Simulation, segment_counts: Sequence[int], runs: Sequence[Run]) -
     ``--schedule auto`` took.
 
     Args:
-        job: the cell's.
         segment_counts: the numbers of model chunks per rank that it may have.
         runs: its runs, those without shaped links included.
     """
@@ -64,16 +47,16 @@ def cells(job: Simulation, segment_counts: Sequence[int], runs: Sequence[Run]) -
     if not factors[1] or not stock_ms:
         return []
     jobs = {count: job.slower(factors[count] or factors[1]) for count in segment_counts}
-    every = [least(jobs[count], count) for count in segment_counts]
+    every = [bound for count in segment_counts for bound in _bounds(jobs[count], count)]
     found = [f"{stock_ms:.0f}"]
-    for ending, bound_ms in (
-        ("-auto-unclipped", min(one.free_ms for one in every)),
-        ("", min(one.clipped_ms for one in every)),
+    for ending, bound_s in (  # whether a step waits for the gradients' norm
+        ("-auto-unclipped", min(bound.sync_s or bound.order_s for bound in every)),
+        ("", min(bound.norm_s or bound.order_s for bound in every)),
     ):
         name = f"chosen-s{segment_counts[-1]}"
         names = {f"{name}{ending}", f"{name}-do{ending}"}
         ours = [ms for variant, ms in shaped.items() if variant.name in names]
-        found += [f"{bound_ms:.0f}", faster(stock_ms / bound_ms - 1)]
+        found += [f"{1e3 * bound_s:.0f}", faster(stock_ms / (1e3 * bound_s) - 1)]
         found += [f"{min(ours):.0f}", faster(stock_ms / min(ours) - 1)] if ours else ["-", "-"]
     return found
 

@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +11,6 @@ from megatron.fold3d.observe.training_log import LoggedIteration
 from scripts.bench import compare, summary
 from scripts.bench.runner import Bench
 from scripts.bench.summary import Run
-from scripts.bench.testbed import Link
 from scripts.bench.variants import DEFAULT, Job, Variant
 
 
@@ -43,34 +42,16 @@ class Cell(ABC):
 
     @property
     @abstractmethod
-    def layer_ms(self) -> tuple[float, float]:
-        """What a layer's forward and backward are paced to."""
-
-    @property
-    @abstractmethod
-    def link(self) -> Link:
-        """Of each host."""
-
-    @property
-    @abstractmethod
     def job(self) -> Job:
         """What is trained; its iterations are the run's."""
 
-    @abstractmethod
-    def chosen(self, number: int, runs: Sequence[Run]) -> list[Variant]:
-        """Return what runs in a round, by what has run before."""
-
-    @abstractmethod
-    def warmup(self, variant: Variant) -> int:
-        """Return how many iterations of a variant are not timed."""
-
-    def alike(self, runs: Sequence[Run]) -> Iterable[Sequence[Run]]:
-        """Return groups of the runs whose losses are equal."""
-        return (runs,)
-
     def problems(self, runs: Sequence[Run]) -> Iterator[str]:
-        """Yield the runs that failed, and those whose losses are not those of the first alike."""
-        for some in self.alike(runs):
+        """Yield the runs that failed, and those whose losses are not those of the first alike.
+
+        Runs that do not clip as the others are alike among themselves.
+        """
+        clipped = [run for run in runs if "-auto-" not in run.variant.name]
+        for some in (clipped, [run for run in runs if run not in clipped]):
             longest_first = sorted(some, key=lambda run: len(run.iterations), reverse=True)
             _, lines = summary.loss_disagreements(longest_first, self.job.loss_tolerance)
             lines += [f"{run.variant.name}: {run.failure}" for run in some if run.failure]

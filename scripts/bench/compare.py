@@ -81,17 +81,25 @@ def _conditions(args: argparse.Namespace, runs: Sequence[Run]) -> str:
     return f"""\
 - {time.strftime("%Y-%m-%d")}, {_cpu_model()}, {os.cpu_count()} cores; \
 other processes kept {load} of them busy. Ranks are scheduled {priority}.
-- pp={args.pp} x dp={args.dp}, one rank per host, links of {args.rate} each way{delay}, \
-with queues of {args.queue_ms:g} ms; \
+- pp={args.pp} x dp={args.dp} x tp={args.tp}, one rank per host, links of {args.rate} each \
+way{delay}, with queues of {args.queue_ms:g} ms; \
 {args.layers} layers of hidden size {args.hidden}, sequence {args.seq_length}, \
 {args.microbatches} micro-batches of {args.micro_batch_size}, {args.precision}, \
 clip-grad {args.clip_grad:g}, {recompute} recompute, {embeddings} embeddings.
-- Layers: paced by sleep, {args.forward_ms:g} ms forward, {args.backward_ms:g} ms backward each. \
-Collectives: gloo's, run one at a time per group in order of issue, reduce-scatter and all-gather \
-in rings of true volume.
+- {_paces(args)}
 - {args.rounds} rounds in turn, {timed} timed iterations each after {args.warmup}. Names with -do: \
 distributed optimizer. Bold: strongest stock. Compute: the same with links that are not shaped. \
 Link: what crosses the busiest link, at its rate."""
+
+
+def _paces(args: argparse.Namespace) -> str:
+    if args.half_ms:
+        return f"Each half of a layer sleeps {args.half_ms:g} ms forward; collectives are gloo's."
+    return (
+        f"Layers: paced by sleep, {args.forward_ms:g} ms forward, {args.backward_ms:g} ms backward "
+        "each. Collectives: gloo's, run one at a time per group in order of issue, reduce-scatter "
+        "and all-gather in rings of true volume."
+    )
 
 
 def _cpu_model() -> str:
@@ -114,6 +122,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     links.add_argument("--forward-ms", type=float, default=6.0, help="of a paced layer (6)")
     links.add_argument("--backward-ms", type=float, default=12.0, help="of a paced layer (12)")
+    links.add_argument("--half-ms", type=float, help="of half a layer's forward, in place of both")
     links.add_argument(
         "--real-time",
         action=RealTimeFlag,
@@ -177,10 +186,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _read(args: argparse.Namespace) -> tuple[Bench, list[Variant]]:
     job = variants.job_of(args, Job())
+    halves = ("--half-ms", str(args.half_ms))
     bench = Bench(
         job=job,
         link=Link(parse_rate(args.rate), args.delay_ms, queue_ms=args.queue_ms),
-        rank_flags=paced(args.forward_ms, args.backward_ms),
+        rank_flags=halves if args.half_ms else paced(args.forward_ms, args.backward_ms),
         warmup=args.warmup,
         real_time=args.real_time,
         timeout_s=args.timeout_s,

@@ -31,9 +31,10 @@ from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from scripts.bench.runner import Bench
-from scripts.bench.tables import parser_of, print_table
-from scripts.bench.testbed import Link
+from scripts.bench.runner import Bench, preload
+from scripts.bench.summary import markdown
+from scripts.bench.tables import parser_of
+from scripts.bench.testbed import Link, TestbedError, end_on_signals, refuse
 from scripts.bench.variants import Job, Variant
 
 _TOPK, _EXPERTS, _WIDTH = 4, 8, 64
@@ -53,20 +54,11 @@ _BURST_BYTES = 9216  # one packet: messages are short
 _ROUNDING = 1e-5  # norms are summed in the order of chunks
 
 
-def _candidate(word: str, segments: int) -> Candidate:
-    return Candidate(
-        choice=Choice.parse(word, segments),
-        setup=_SETUP,
-        num_ranks=_RANKS,
-        num_microbatches=0,  # of the job
-    )
-
-
 VARIANTS = {
-    "stock 1f1b": ("", _candidate("stock", 1)),
-    "stock interleaved": (_VIRTUAL, _candidate("stock", 2)),
-    "aiao": ("--schedule aiao --segments 2", _candidate("aiao", 2)),
-    "aiao in pairs": ("--schedule aiao:pairs=on --segments 2", _candidate("aiao:pairs=on", 2)),
+    "stock 1f1b": ("", Choice.parse("stock", 1)),
+    "stock interleaved": (_VIRTUAL, Choice.parse("stock", 2)),
+    "aiao": ("--schedule aiao --segments 2", Choice.parse("aiao", 2)),
+    "aiao in pairs": ("--schedule aiao:pairs=on --segments 2", Choice.parse("aiao:pairs=on", 2)),
 }
 
 
@@ -77,7 +69,6 @@ class Free(NamedTuple):
         forward_s: by stage.
         backward_s: by stage.
         late_s: by stage, all-to-alls of a forward, which take nothing but their latency there.
-        iteration_ms: of an iteration.
     """
 
     forward_s: tuple[float, ...]
@@ -90,8 +81,6 @@ class Cell:
     """Chunks of some layers, and the links of some share.
 
     Args:
-        args: of the command line.
-        layers: of a chunk.
         share: the all-to-alls of a layer as a share of its paced compute.
     """
 
@@ -153,33 +142,36 @@ class Cell:
 
     def simulated(self, name: str, free: "Free") -> float:
         """Return the milliseconds of a variant: simulated, and what no action has taken."""
-        candidate = replace(VARIANTS[name][1], num_microbatches=self.job.num_microbatches)
-        simulated_s = timeline_of(candidate, self._estimate(candidate, free)).period_s
-        first = replace(VARIANTS["aiao"][1], num_microbatches=self.job.num_microbatches)
-        known = self._estimate(first, free, bits_per_s=_FREE)
-        return 1e3 * simulated_s + free.iteration_ms - 1e3 * timeline_of(first, known).period_s
+        known, on_free_links = self._estimate(name, free), self._estimate("aiao", free, _FREE)
+        others_ms = free.iteration_ms - self._iteration_ms("aiao", on_free_links)
+        return self._iteration_ms(name, known) + others_ms
 
     def bound(self, free: "Free") -> float:
         """Return the milliseconds of pairs whose computations hide what their rank sends."""
-        candidate = replace(
-            VARIANTS["aiao in pairs"][1], num_microbatches=self.job.num_microbatches
-        )
-        known = self._estimate(candidate, free)
+        name = "aiao in pairs"
+        known = self._estimate(name, free)
         sent_s = [s + known.costs.p2p_s for s in known.costs.ep_sync_s]
         forward_s, backward_s = (
             tuple(map(max, times_s, sent_s)) for times_s in (free.forward_s, free.backward_s)
         )
         costs = replace(
-            self._estimate(candidate, free, bits_per_s=_FREE).costs,
+            self._estimate(name, free, _FREE).costs,
             forward_s=forward_s,
             backward_s=backward_s,
             ep_sync_s=(),
         )
-        return 1e3 * timeline_of(candidate, replace(known, costs=costs)).period_s
+        return self._iteration_ms(name, replace(known, costs=costs))
 
-    def _estimate(
-        self, candidate: Candidate, free: "Free", bits_per_s: float | None = None
-    ) -> Estimate:
+    def _iteration_ms(self, name: str, known: Estimate) -> float:
+        candidate = Candidate(
+            choice=VARIANTS[name][1],
+            setup=_SETUP,
+            num_ranks=_RANKS,
+            num_microbatches=self.job.num_microbatches,
+        )
+        return 1e3 * timeline_of(candidate, known).period_s
+
+    def _estimate(self, name: str, free: "Free", bits_per_s: float | None = None) -> Estimate:
         """Return what the cost model says, with computations that were measured."""
         shape = replace(
             SHAPES["testbed"],
@@ -192,7 +184,7 @@ class Cell:
             expert_ffn_hidden_size=_WIDTH,
         )
         hosts = replace(cluster("testbedx4"), nic_bytes_per_s=(bits_per_s or self.rate) / 8)
-        segments = candidate.num_segments
+        segments = len(VARIANTS[name][1].segments)
         known = estimate(shape, hosts, _SETUP, num_ranks=_RANKS, num_segments=segments)
         forward_s, backward_s, ep_sync_s = (
             tuple(
@@ -231,7 +223,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     args = parser.parse_args(argv)
     titles = ("layers", "share", "variant", "ms", "to stock", "bound", "simulated", "error")
-    return print_table("expert_pairs.py", titles, rows(args))
+    end_on_signals()
+    try:
+        preload()
+        for line in markdown(titles, rows(args)):
+            print(line, flush=True)
+    except (TestbedError, ValueError) as error:
+        return refuse("expert_pairs.py", error)
+    return 0
 
 
 def rows(args: argparse.Namespace) -> Iterator[Sequence[str]]:

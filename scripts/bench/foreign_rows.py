@@ -179,16 +179,6 @@ def vtrain(place: str) -> Table:
     return Table("vTrain", rows)
 
 
-def predicted(table: Table) -> list[float]:
-    """Return the seconds of each row; in a scaled table the first of a model are as measured."""
-    found, slower = [], dict[str, float]()
-    for row in table.rows:
-        if table.scaled and row.shape.name not in slower:
-            slower[row.shape.name] = _slower(row)
-        found.append(row.predict(slower.get(row.shape.name, 1.0)))
-    return found
-
-
 def _slower(row: Row) -> float:
     """Return how much slower the GPUs are than the planner says, by a row's measurement."""
     slower = 1.0
@@ -247,12 +237,13 @@ class Compared:
 
 
 def compare(table: Table) -> list[Compared]:
-    """Predict the rows of a table."""
-    seen = set[str]()
-    found = []
-    for row, seconds in zip(table.rows, predicted(table), strict=True):
-        found.append(Compared(row, seconds, not table.scaled or row.shape.name in seen))
-        seen.add(row.shape.name)
+    """Predict the rows of a table; in a scaled one the first of a model are as measured."""
+    found, slower = [], dict[str, float]()
+    for row in table.rows:
+        compared = not table.scaled or row.shape.name in slower
+        if not compared:
+            slower[row.shape.name] = _slower(row)
+        found.append(Compared(row, row.predict(slower.get(row.shape.name, 1.0)), compared))
     return found
 
 
@@ -285,24 +276,19 @@ def draw(found: Sequence[Compared]) -> bytes:
             for held in (False, True):
                 some = [c for c in found if c.compared and c.row.held is held]
                 some = [c for c in some if c.row.table.startswith(kind)]
-                colour = SERIES[number]
                 axes.plot(
                     [c.row.seconds for c in some],
                     [c.predicted for c in some],
                     "o",
                     markersize=5,
-                    color=colour,
-                    markerfacecolor=colour if held else "none",
+                    color=SERIES[number],
+                    markerfacecolor=SERIES[number] if held else "none",
                     label=f"{kind}, {'held' if held else 'open'}" if some else None,
                 )
         axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
         axes.set(xlabel="measured, seconds", ylabel="predicted, seconds; grey: within 10%")
         axes.legend()
         return as_bytes(picture, title)
-
-
-def _is_vtrain_held(row: Row) -> bool:
-    return row.held and row.table.startswith("vTrain")
 
 
 def main() -> int:
@@ -326,8 +312,8 @@ def main() -> int:
     scaled = {table.name for table in chosen if table.scaled}
     for line in markdown(titles, _lines(found, scaled)):
         print(line)
-    held = [c.predicted / c.row.seconds - 1 for c in found if _is_vtrain_held(c.row)]
-    if held:
+    of_vtrain = (c for c in found if c.row.held and c.row.table.startswith("vTrain"))
+    if held := [c.predicted / c.row.seconds - 1 for c in of_vtrain]:
         print(f"vTrain, all {len(held)} held rows: mean error {mean(map(abs, held)):.1%}")
     if args.svg:
         args.svg.write_bytes(draw(found))

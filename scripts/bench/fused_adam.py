@@ -10,16 +10,13 @@ Remove when: Megatron asks for it itself, or every rank of the bench has an acce
 from collections.abc import Callable
 from typing import Any
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 
 def patch() -> Patch:
     """Fuse where nobody says otherwise."""
 
-    def make(upstream: Callable[..., None]) -> Callable[..., None]:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            upstream(self, *args, **{"fused": True} | kwargs)
+    def init(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        upstream(self, *args, **{"fused": True} | kwargs)
 
-        return init
-
-    return Patch(target="torch.optim:AdamW.__init__", make=make)
+    return around("torch.optim:AdamW.__init__", init)

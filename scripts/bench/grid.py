@@ -26,13 +26,17 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench import pipeline_cells, sync_cells
-from scripts.bench.cells import Cell, KeptRuns
+from scripts.bench.cells import KeptRuns
+from scripts.bench.pipeline_cells import PipelineCell
 from scripts.bench.processes import RealTimeFlag
 from scripts.bench.runner import Bench, paced, preload
 from scripts.bench.summary import Run
+from scripts.bench.sync_cells import SyncCell
 from scripts.bench.tables import parser_of
 from scripts.bench.testbed import TestbedError, end_on_signals, refuse
 from scripts.bench.variants import Variant
+
+Cell = SyncCell | PipelineCell
 
 
 class Grid:
@@ -104,8 +108,8 @@ def main(argv: Sequence[str]) -> int:
     if args.pipeline_bound and (args.predictions or args.bounds):
         flag = "--predictions" if args.predictions else "--bounds"
         parser.error(f"{flag} with --pipeline-bound: its table has bounds")
-    every = pipeline_cells.CELLS if args.pipeline_bound else sync_cells.CELLS
-    cells = [
+    every: Sequence[Cell] = pipeline_cells.CELLS if args.pipeline_bound else sync_cells.CELLS
+    cells: list[Cell] = [
         replace(cell, slow_down=args.slow_down)
         for cell in every
         if any(text in cell.name for text in args.only)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 
 class _Slow(torch.autograd.Function):
@@ -36,16 +36,15 @@ class _Slow(torch.autograd.Function):
 def patches(forward_s: float, backward_s: float, *, experts: bool) -> tuple[Patch, ...]:
     """Let each half of a layer sleep; the times are those of one micro-batch."""
 
-    def pace(upstream: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            x = _Slow.apply(hidden_states, forward_s, backward_s)  # type: ignore[no-untyped-call]
-            return upstream(self, x, *args, **kwargs)
-
-        return forward
+    def forward(
+        upstream: Callable[..., Any], self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        slowed = _Slow.apply(hidden, forward_s, backward_s)  # type: ignore[no-untyped-call]
+        return upstream(self, slowed, *args, **kwargs)
 
     transformer = "megatron.core.transformer"
     second = "moe.experts:SequentialMLP" if experts else "mlp:MLP"
     return (
-        Patch(target=f"{transformer}.attention:Attention.forward", make=pace),
-        Patch(target=f"{transformer}.{second}.forward", make=pace),
+        around(f"{transformer}.attention:Attention.forward", forward),
+        around(f"{transformer}.{second}.forward", forward),
     )

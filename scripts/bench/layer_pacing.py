@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 from megatron.fold3d.plan.ir import Action
+
+Func = Callable[..., Any]
 
 
 @dataclass(slots=True)
@@ -69,69 +71,54 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
     element_s = 0.0  # of a weight's gradient
     owed_s = 0.0  # by the weight gradients of an action
 
-    def pace_layer(upstream: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            start_s, backward = time.perf_counter() - waited_s, _Backward()
-            rest_s = backward_s - forward_s if self in split else backward_s
-            x = _LayerInput.apply(hidden_states, backward, rest_s)  # type: ignore[no-untyped-call]
-            output, *rest = upstream(self, x, *args, **kwargs)
-            output = _LayerOutput.apply(output, backward)  # type: ignore[no-untyped-call]
-            _sleep_until(start_s + waited_s + forward_s)
-            return (output, *rest)
+    def forward(upstream: Func, self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        start_s, backward = time.perf_counter() - waited_s, _Backward()
+        rest_s = backward_s - forward_s if self in split else backward_s
+        x = _LayerInput.apply(hidden, backward, rest_s)  # type: ignore[no-untyped-call]
+        output, *rest = upstream(self, x, *args, **kwargs)
+        output = _LayerOutput.apply(output, backward)  # type: ignore[no-untyped-call]
+        _sleep_until(start_s + waited_s + forward_s)
+        return (output, *rest)
 
-        return forward
+    def make_hook(upstream: Func, self: Any) -> Callable[..., None]:
+        hook = upstream(self)
 
-    def note_waits(upstream: Callable[..., Callable[..., None]]) -> Callable[..., Any]:
-        def make_hook(self: Any) -> Callable[..., None]:
-            hook = upstream(self)
+        def timed(*args: Any) -> None:
+            nonlocal waited_s
+            start_s = time.perf_counter()
+            hook(*args)
+            waited_s += time.perf_counter() - start_s
 
-            def timed(*args: Any) -> None:
-                nonlocal waited_s
-                start_s = time.perf_counter()
-                hook(*args)
-                waited_s += time.perf_counter() - start_s
+        return timed
 
-            return timed
+    def choose(upstream: Func, self: Any, chunks: Any) -> None:
+        nonlocal element_s
+        upstream(self, chunks)
+        modules = chain.from_iterable(chunk.modules() for chunk in chunks.values())
+        split.clear()
+        split.update(module for module in modules if isinstance(module, TransformerLayer))
+        elements = sum(weight.numel() for weight in self._weights)
+        element_s = forward_s * len(split) / max(1, elements)
 
-        return make_hook
+    def add(upstream: Func, self: Any, items: Sequence[Any]) -> None:
+        nonlocal owed_s
+        owed_s += element_s * sum(item.weight.numel() for item in items)
+        upstream(self, items)
 
-    def note_layers(upstream: Callable[..., None]) -> Callable[..., None]:
-        def choose(self: Any, chunks: Any) -> None:
-            nonlocal element_s
-            upstream(self, chunks)
-            modules = chain.from_iterable(chunk.modules() for chunk in chunks.values())
-            split.clear()
-            split.update(module for module in modules if isinstance(module, TransformerLayer))
-            elements = sum(weight.numel() for weight in self._weights)
-            element_s = forward_s * len(split) / max(1, elements)
-
-        return choose
-
-    def note_weight_grads(upstream: Callable[..., None]) -> Callable[..., None]:
-        def add(self: Any, items: Sequence[Any]) -> None:
-            nonlocal owed_s
-            owed_s += element_s * sum(item.weight.numel() for item in items)
-            upstream(self, items)
-
-        return add
-
-    def pace_weight_grads(upstream: Callable[..., None]) -> Callable[..., None]:
-        def compute(self: Any, action: Action) -> None:
-            nonlocal owed_s
-            start_s, owed_s = time.perf_counter(), 0.0
-            upstream(self, action)
-            _sleep_until(start_s + owed_s)
-
-        return compute
+    def compute(upstream: Func, self: Any, action: Action) -> None:
+        nonlocal owed_s
+        start_s, owed_s = time.perf_counter(), 0.0
+        upstream(self, action)
+        _sleep_until(start_s + owed_s)
 
     layer = "megatron.core.transformer.transformer_layer:TransformerLayer"
     weight_grads = "megatron.fold3d.runtime.weight_grads.delayed_linear:DelayedWeightGrads"
     ddp = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
     return (
-        Patch(target=f"{layer}.forward", make=pace_layer),
-        Patch(target=f"{ddp}._make_forward_pre_hook", make=note_waits),
-        Patch(target=f"{weight_grads}.choose", make=note_layers),
-        Patch(target=f"{weight_grads}._add", make=note_weight_grads),
-        Patch(target=f"{weight_grads}.compute", make=pace_weight_grads),
-        Patch(target=f"{weight_grads}.compute_part", make=pace_weight_grads),
+        around(f"{layer}.forward", forward),
+        around(f"{ddp}._make_forward_pre_hook", make_hook),
+        around(f"{weight_grads}.choose", choose),
+        around(f"{weight_grads}._add", add),
+        around(f"{weight_grads}.compute", compute),
+        around(f"{weight_grads}.compute_part", compute),
     )

@@ -15,12 +15,13 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 # In gloo these cost what they cost in NCCL: only their order changes.
 _ORDERED = (
@@ -182,45 +183,37 @@ def patches() -> tuple[Patch, ...]:
             queues[group] = OrderedQueue(group.group_desc or group.group_name)
         return queues[group].submit(run)
 
-    def ordered(upstream: Callable[..., Any]) -> Callable[..., Any]:
-        def collective(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> OrderedWork:
-            return submit(group, lambda: upstream(group, *args, **kwargs).wait())
+    def ordered(
+        upstream: Callable[..., Any], group: dist.ProcessGroup, *args: Any, **kwargs: Any
+    ) -> OrderedWork:
+        return submit(group, lambda: upstream(group, *args, **kwargs).wait())
 
-        return collective
+    def both_ways(_: Callable[..., Any], group: dist.ProcessGroup, *args: Any) -> OrderedWork:
+        *tensors_and_sizes, _options = args
+        return submit(group, lambda: all_to_all(group, *tensors_and_sizes))
 
-    def both_ways(_: Callable[..., Any]) -> Callable[..., Any]:
-        def collective(group: dist.ProcessGroup, *args: Any) -> OrderedWork:
-            *tensors_and_sizes, _options = args
-            return submit(group, lambda: all_to_all(group, *tensors_and_sizes))
+    def in_rings(
+        ring: Ring,
+        upstream: Callable[..., Any],
+        group: dist.ProcessGroup,
+        outputs: Any,  # a tensor, or a sequence of them if coalesced
+        inputs: Any,
+        options: Any,
+    ) -> OrderedWork:
+        if getattr(options, "reduceOp", dist.ReduceOp.SUM) != dist.ReduceOp.SUM:
+            return ordered(upstream, group, outputs, inputs, options)
+        single = isinstance(outputs, torch.Tensor)
+        pairs = [(outputs, inputs)] if single else list(zip(outputs, inputs, strict=True))
 
-        return collective
+        def run() -> None:
+            for output, contribution in pairs:
+                ring(group, output, contribution)
 
-    def in_rings(ring: Ring) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
-            def collective(
-                group: dist.ProcessGroup,
-                outputs: Any,  # a tensor, or a sequence of them if coalesced
-                inputs: Any,
-                options: Any,
-            ) -> OrderedWork:
-                if getattr(options, "reduceOp", dist.ReduceOp.SUM) != dist.ReduceOp.SUM:
-                    return submit(group, lambda: upstream(group, outputs, inputs, options).wait())
-                single = isinstance(outputs, torch.Tensor)
-                pairs = [(outputs, inputs)] if single else list(zip(outputs, inputs, strict=True))
-
-                def run() -> None:
-                    for output, contribution in pairs:
-                        ring(group, output, contribution)
-
-                return submit(group, run)
-
-            return collective
-
-        return make
+        return submit(group, run)
 
     target = "torch.distributed:ProcessGroup."
     return (
-        *(Patch(target=target + name, make=ordered) for name in _ORDERED),
-        Patch(target=target + "all_to_all_single", make=both_ways),
-        *(Patch(target=target + name, make=in_rings(ring)) for name, ring in _RINGS.items()),
+        *(around(target + name, ordered) for name in _ORDERED),
+        around(target + "all_to_all_single", both_ways),
+        *(around(target + name, partial(in_rings, ring)) for name, ring in _RINGS.items()),
     )

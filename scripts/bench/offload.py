@@ -118,11 +118,7 @@ class Way:
     """One way to keep activations: how, and what its iterations took.
 
     Attributes:
-        order: what is computed.
-        offloader: what moves them, if anything of ours.
-        reloads: what the offloader has moved back.
         hooks: what autograd saves them through, if anything of torch's.
-        times_ms: of iterations after warm-up.
         device_bytes: the most that tensors held of the device's memory in one of them.
         programs: what ran, with its `peak`, by what was chosen to leave.
         peak: the most activations on the device, by the verifier.

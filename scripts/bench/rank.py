@@ -9,18 +9,10 @@ follows ``--`` is for ``pretrain_gpt.py`` and is not looked at.
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import pretrain_gpt
 from fold3d_patches import registry
-from scripts.bench import (
-    fused_adam,
-    half_layer_pacing,
-    layer_pacing,
-    nccl_order,
-    resident,
-    same_weights,
-)
+from scripts.bench import fused_adam, half_layer_pacing, layer_pacing, nccl_order, same_weights
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,7 +26,6 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--experts", action="store_true", help="a layer's second half is experts")
     parser.add_argument("--nccl-order", action="store_true", help="collectives as NCCL runs them")
-    parser.add_argument("--resident", action="store_true", help="say what the rank has held")
     args = parser.parse_args(argv[:split])
 
     patches = [same_weights.patch(), fused_adam.patch()]
@@ -46,19 +37,8 @@ def main(argv: Sequence[str]) -> int:
         patches += half_layer_pacing.patches(forward_s, 2 * forward_s, experts=args.experts)
     if args.nccl_order:
         patches += nccl_order.patches()
-    with ExitStack() as ends:
-        found = None
-        if args.resident:
-            found = ends.enter_context(resident.counted())
-        ends.enter_context(registry.apply(patches))
-        code = pretrain_gpt.main(list(argv[split + 1 :]))
-        if found is not None:
-            (parameters, gradients), (all_parameters, all_gradients) = found.most, found.whole
-            print(
-                f"resident parameters {parameters} of {all_parameters}, "
-                f"gradients {gradients} of {all_gradients}"
-            )
-        return code
+    with registry.apply(patches):
+        return pretrain_gpt.main(list(argv[split + 1 :]))
 
 
 if __name__ == "__main__":

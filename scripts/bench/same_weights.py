@@ -13,34 +13,29 @@ import torch
 from megatron.core import mpu
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from fold3d_patches.registry import Patch
+from fold3d_patches.registry import Patch, around
 
 
 def patch() -> Patch:
     """Make all variants of a comparison train the same model."""
 
-    def make(upstream: Callable[..., None]) -> Callable[..., None]:
-        def init(
-            self: Any,
-            config: Any,
-            submodules: Any,
-            layer_number: int = 1,
-            *args: Any,
-            vp_stage: int | None = None,
-            **kwargs: Any,
-        ) -> None:
-            rank = mpu.get_pipeline_model_parallel_rank()
-            with torch.random.fork_rng(devices=()):
-                torch.manual_seed(
-                    layer_number + get_transformer_layer_offset(config, vp_stage, rank)
-                )
-                upstream(self, config, submodules, layer_number, *args, vp_stage=vp_stage, **kwargs)
+    def init(
+        upstream: Callable[..., None],
+        self: Any,
+        config: Any,
+        submodules: Any,
+        layer_number: int = 1,
+        *args: Any,
+        vp_stage: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        rank = mpu.get_pipeline_model_parallel_rank()
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(layer_number + get_transformer_layer_offset(config, vp_stage, rank))
+            upstream(self, config, submodules, layer_number, *args, vp_stage=vp_stage, **kwargs)
 
-        return init
-
-    return Patch(
-        target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
-        parameters="self config submodules layer_number hidden_dropout pg_collection vp_stage "
-        "is_mtp_layer add_layer_offset pp_layer_offset name",
-        make=make,
+    return around(
+        "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+        init,
+        parameters="self config submodules layer_number / vp_stage",
     )

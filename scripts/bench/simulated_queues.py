@@ -59,8 +59,6 @@ def preemption(model: str, gigabits: float, *, sharded: bool) -> Sequence[str]:
     The last column is TP.sync that one queue may hide and that 32 may not; no other column has it.
 
     Args:
-        model: one of `PAPER`.
-        gigabits: of a node.
         sharded: whether the optimizer is distributed; if not, DP.sync ends in the next forward.
     """
     pp, microbatches = PAPER[model]

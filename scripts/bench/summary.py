@@ -42,7 +42,6 @@ class Row:
 
     variant: Variant
     spread: Spread
-    num_timed: int
     compute_ms: float
     communication_ms: float
 
@@ -70,7 +69,6 @@ def rows(runs: Iterable[Run], rate_bit_s: float | None) -> list[Row]:
             Row(
                 variant=variant,
                 spread=Spread.of(times_ms),
-                num_timed=len(times_ms),
                 compute_ms=median(alone),
                 communication_ms=link_bytes * 8e3 / rate_bit_s if rate_bit_s else 0.0,
             )

@@ -4,7 +4,7 @@ Round 1 sweeps stock's configurations, and the fastest goes on beside ours. Roun
 shaped links: it is the same for all rates of a job.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -114,11 +114,6 @@ class SyncCell(Cell):
     def simulation(self) -> Simulation:
         """What the simulator knows of it."""
         return Simulation.of(self.job, self.layer_ms, self.link)
-
-    def alike(self, runs: Sequence[Run]) -> Iterable[Sequence[Run]]:
-        """Return those that clip, and those that do not."""
-        clipped = [run for run in runs if "-auto-" not in run.variant.name]
-        return clipped, [run for run in runs if run not in clipped]
 
 
 def _chooses(name: str, run: Variant) -> Variant:

@@ -115,6 +115,7 @@ class Job:
 _OPTIONS = {
     "pp": ("num_ranks", "ranks of a pipeline"),
     "dp": ("data_parallel", "replicas of a pipeline"),
+    "tp": ("tensor_parallel", "tensor-parallel ranks of a stage"),
     "layers": ("num_layers", "of the model"),
     "hidden": ("hidden_size", "of a layer"),
     "seq_length": ("seq_length", "tokens of a sequence"),
@@ -130,10 +131,9 @@ _OPTIONS = {
 """Options of a command line: the field of a job that each sets, and its help."""
 
 
-def add_job_options(parser: _ActionsContainer, job: Job, names: Sequence[str] = ()) -> None:
-    """Add options of these names, by default all, whose defaults are a job's."""
-    for name in names or _OPTIONS:
-        field, what = _OPTIONS[name]
+def add_job_options(parser: _ActionsContainer, job: Job) -> None:
+    """Add options whose defaults are a job's."""
+    for name, (field, what) in _OPTIONS.items():
         flag, default = f"--{name.replace('_', '-')}", getattr(job, field)
         if isinstance(default, bool):
             parser.add_argument(flag, action="store_true", help=what)
@@ -145,8 +145,7 @@ def add_job_options(parser: _ActionsContainer, job: Job, names: Sequence[str] = 
 
 def job_of(args: Namespace, job: Job) -> Job:
     """Return the job with what the options of `add_job_options` say."""
-    given = {name: getattr(args, name) for name in _OPTIONS if hasattr(args, name)}
-    return replace(job, **{_OPTIONS[name][0]: value for name, value in given.items()})
+    return replace(job, **{field: getattr(args, name) for name, (field, _) in _OPTIONS.items()})
 
 
 @dataclass(frozen=True, slots=True)

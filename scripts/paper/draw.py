@@ -22,8 +22,6 @@ def draw(result: Result, folder: Path, *, measured: bool = False) -> list[Path]:
     """Write the result's pictures, an SVG for each grid that is drawn, and one of its curves.
 
     Args:
-        result: what to draw.
-        folder: where to; it is made.
         measured: whether ours come from runs, as the title then says.
 
     Raises:

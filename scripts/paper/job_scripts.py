@@ -24,13 +24,7 @@ _ITERATIONS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A training run: a task of its allocation's script.
-
-    Attributes:
-        point: what is trained.
-        system: by which.
-        number: in its script.
-    """
+    """A training run: a task of its allocation's script."""
 
     point: Point
     system: str

@@ -85,9 +85,6 @@ class Result:
     """An experiment's grids, and what to know about them.
 
     Attributes:
-        name: of the experiment.
-        title: what it shows.
-        grids: its numbers.
         verdicts: claims of the text that are no numbers, and whether they hold here.
         notes: what to know, such as what no simulation gives.
         curves: the lines of plots of losses, by what they are over.

@@ -56,7 +56,6 @@ class System:
     """A way to train the same job.
 
     Attributes:
-        about: in one line, what it is.
         flags: of the training script; names in braces are of the layout.
         candidate: the fields of a simulated `Candidate`, with the word of its choice; empty for
             what is no pipeline.

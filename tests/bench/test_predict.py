@@ -68,7 +68,6 @@ def predicted_of(measured: dict[str, tuple[float, float]], simulation: Simulatio
         summary.Row(
             variant=by_name[name],
             spread=Spread.of([ms]),
-            num_timed=1,
             compute_ms=alone_ms,
             communication_ms=0.0,
         )

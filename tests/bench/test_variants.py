@@ -1,5 +1,7 @@
+import re
 from argparse import ArgumentParser
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from scripts.bench.compare import main
 from scripts.bench.variants import DEFAULT, Job, Variant
 
 JOB = Job(data_parallel=4, micro_batch_size=3)
+FEATURES = Path(variants.__file__).with_name("features.toml")
 
 
 def value(flags, name):
@@ -33,7 +36,7 @@ def test_a_job_that_cannot_be_is_refused_with_what_can(changed, message):
 
 def test_options_are_of_the_job_and_others_are_its_own():
     parser = ArgumentParser()
-    variants.add_job_options(parser, JOB, ("dp", "recompute", "clip_grad"))
+    variants.add_job_options(parser, JOB)
     args = parser.parse_args(["--dp", "2", "--recompute"])
     assert variants.job_of(args, JOB) == replace(JOB, data_parallel=2, recompute=True)
 
@@ -77,3 +80,17 @@ def test_a_file_of_another_form_is_refused_in_one_line(tmp_path, text, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"compare.py: error: --variants {path}: ")
     assert error.count("\n") == 1
+
+
+COMMANDS = re.findall(r"^#     (--only(?:.*\\\n#)*.*)$", FEATURES.read_text(), re.M)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_single_features_are_compared_by_the_commands_in_their_file(command, parser, capsys):
+    words = re.sub(r"\\\n#|'", " ", command).split()
+    assert main(["--variants", str(FEATURES), "--list", *words]) == 0
+    default, *others = capsys.readouterr().out.splitlines()
+    assert default.split() == ["stock-default"]
+    assert len(others) > 2
+    for other in others:
+        parser.parse_args(other.split()[1:])

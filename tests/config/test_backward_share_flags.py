@@ -1,13 +1,11 @@
 """What ``step=next`` refuses, and for which stages it works."""
 
-import re
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 import pytest
 
 from megatron.fold3d.config.read_config import read_config
 from tests.config.conftest import Parse
-from tests.config.rows import Row, option_of, rows
 
 NEEDED = "--schedule aiao:step=next:share=0.5 --overlap-grad-reduce"
 
@@ -110,33 +108,3 @@ def test_only_deferred_gradients_are_sliced(parse: Parse) -> None:
         "slice-bytes=65536 without step=next: DP.sync is Megatron's, in buckets; add "
         "step=next, or give --ddp-bucket-size"
     )
-
-
-def test_stock_defers_nothing(parse: Parse) -> None:
-    (problem,) = problems(parse(f"{NEEDED} --schedule stock:step=next"))
-    assert problem.startswith("step=next with --schedule stock:")
-
-
-def test_gradients_that_megatron_reduces_at_the_end_are_refused(parse: Parse) -> None:
-    assert problems(parse("--schedule aiao:step=next")) == [
-        "step=next without --overlap-grad-reduce: Megatron then reduces all gradients at the "
-        "end of the iteration; add --overlap-grad-reduce",
-    ]
-
-
-@pytest.mark.parametrize("row", rows("step=next"), ids=lambda row: row.flag)
-def test_a_refusal_is_made_with_a_share_and_not_without(
-    parser: ArgumentParser, parse: Parse, row: Row
-) -> None:
-    action = option_of(row, parser)
-    flag = row.flag
-    if action.nargs != 0:
-        flag += f" {list(action.choices)[-1] if action.choices else 2}"
-    line = "--tensor-model-parallel-size 2"
-
-    refused = problems(parse(f"{NEEDED} {line} {flag}"))
-
-    assert [r for r in refused if r.startswith(row.flag) and row.rule in r]
-    read_config(parse(f"{line} --overlap-grad-reduce {flag}"))
-    flags = {name for a in parser._actions for name in a.option_strings}
-    assert set(re.findall(r"--[a-z0-9-]+", f"{row.rule} {row.fix}")) <= flags

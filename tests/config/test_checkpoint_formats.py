@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 
 import pytest
 
-from megatron.fold3d.config.checkpoint_formats import format_problems
+from megatron.fold3d.config.run_folders import format_problems
 
 SAVE = "--save DIR --save-interval 2"
 ZERO = "--use-distributed-optimizer"

@@ -1,4 +1,4 @@
-"""When the plan has slices of DP.sync, and what ``slices=on`` refuses."""
+"""When the plan has slices of DP.sync."""
 
 import pytest
 
@@ -27,27 +27,3 @@ def test_auto_slices_what_one_queue_would_stop_computation_for(
     found = config(flags)
     assert bool(found.choice.slices) is sliced
     assert found.job.receives_late is (connections == "1" and found.device == "cuda")
-
-
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        (
-            "--overlap-grad-reduce --schedule stock:slices=on",
-            "slices=on with --schedule stock: only a plan has slices of DP.sync; drop it, or "
-            "give --schedule aiao",
-        ),
-        (
-            "--schedule aiao:slices=on",
-            "slices=on without --overlap-grad-reduce: Megatron then reduces all gradients at the "
-            "end of the iteration; add --overlap-grad-reduce",
-        ),
-        (
-            "--overlap-grad-reduce --preemptive-comm --schedule aiao:slices=on",
-            "--preemptive-comm with slices=on: its scheduler decides when slices start; drop "
-            "one of the two",
-        ),
-    ],
-)
-def test_what_cannot_be_sliced_is_refused(refused, flags: str, problem: str) -> None:
-    refused(flags, f"^{problem}$")

@@ -1,7 +1,5 @@
 """What ``pairs=on`` accepts."""
 
-import re
-
 import pytest
 
 from megatron.fold3d.plan.choice import Choice
@@ -34,53 +32,15 @@ def test_experts_of_transformer_engine_are_paired_without_tensor_parallelism(con
     assert config(line).choice.pairs
 
 
-REFUSED = {
-    "--schedule stock": "--schedule stock",
-    f"{AIAO} --tensor-model-parallel-size 1": "--tensor-model-parallel-size 1",
-    f"{AIAO} --attention-dropout 0.1": "--attention-dropout 0.1",
-    f"{AIAO} --hidden-dropout 0.1": "--hidden-dropout 0.1",
-    f"{AIAO} --transformer-impl transformer_engine": (
-        "--transformer-impl transformer_engine and --tensor-model-parallel-size 2"
-    ),
-    f"{AIAO} --fp8-format hybrid": "--fp8-format hybrid",
-    f"{AIAO} --te-rng-tracker": "--te-rng-tracker",
-    f"{AIAO} --recompute-granularity selective --recompute-modules mla_up_proj": (
-        "--recompute-modules mla_up_proj and --tensor-model-parallel-size 2"
-    ),
-    f"{AIAO} {EXPERTS} --moe-token-dispatcher-type allgather": (
-        "--num-experts 4 and --moe-token-dispatcher-type allgather"
-    ),
-    f"{AIAO} {EXPERTS} --moe-input-jitter-eps 0.1": (
-        "--num-experts 4 and --moe-input-jitter-eps 0.1"
-    ),
-    f"{AIAO} {EXPERTS} --moe-router-force-biased 0": (
-        "--num-experts 4 and --moe-router-force-biased 0.0"
-    ),
-    f"{AIAO} --mtp-num-layers 1": "--mtp-num-layers 1",
-    f"{AIAO} --context-parallel-size 2": "--context-parallel-size 2",
-    f"{AIAO} --timing-log-level 2": "--timing-log-level 2",
-    f"{AIAO} --tp-comm-overlap": "--tp-comm-overlap",
-    f"{AIAO} --preemptive-comm --device cpu": "--preemptive-comm",
-    f"{AIAO} --offload-activations auto": "--offload-activations auto",
-    "--schedule aiao:step=next --segments 2 --overlap-grad-reduce --device cpu": (
-        "step=next with measured shares"
-    ),
-    "--schedule aiao:wgrad=gaps --segments 2 --no-gradient-accumulation-fusion": "wgrad=gaps",
-    f"{AIAO} --recompute-activations --distribute-saved-activations": (
-        "--distribute-saved-activations"
-    ),
-    "--schedule interleaved --segments 2 --microbatch-group-size-per-virtual-pipeline-stage 3": (
-        "groups of 3 micro-batches"
-    ),
-    "--schedule interleaved:group=2 --segments 2": "groups of 2 micro-batches",
-    "--schedule zb-h1 --no-gradient-accumulation-fusion": "--schedule zb-h1",
-}
-
-
-@pytest.mark.parametrize(("line", "found"), REFUSED.items())
-def test_what_pairs_cannot_run_with_is_refused_with_a_fix(refused, line: str, found: str):
-    paired = re.sub(r"(--schedule \S+)", r"\1:pairs=on", line)
-    refused(paired, f"(?m)^pairs=on with {found}: ", alone=False)
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ("interleaved:pairs=on --microbatch-group-size-per-virtual-pipeline-stage 3", 3),
+        ("interleaved:pairs=on:group=2", 2),
+    ],
+)
+def test_a_group_is_of_whole_pairs(refused, line: str, size: int):
+    refused(f"--segments 2 --schedule {line}", f"^pairs=on with groups of {size} micro-batches: ")
 
 
 def test_a_run_without_a_pair_is_refused():

@@ -26,14 +26,9 @@ def test_it_stands_for_megatrons_flags(parse):
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("--schedule stock", "1,1,1,1 with --schedule stock"),
         (f"{AIAO} --recompute-layers 1,1,1", "1,1,1: these are 3 numbers"),
         (f"{AIAO} --recompute-layers 1,3,1,1", "1,3,1,1: 3 layers of stage 1 are to be recomputed"),
-        ("--schedule aiao --segments auto", "1,1,1,1 with --segments auto"),
         (f"{AIAO} --recompute-activations", "1,1,1,1 with --recompute-granularity selective"),
-        (f"{AIAO} --recompute-method uniform", "1,1,1,1 with --recompute-method uniform"),
-        (f"{AIAO} --offload-activations on", "1,1,1,1 with --offload-activations on"),
-        (f"{AIAO} --fp8-format hybrid --fp8-recipe tensorwise", "1,1,1,1 with --fp8-format"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_fix(refused, line: str, found: str):
@@ -62,20 +57,6 @@ def test_auto_has_a_limit(parse, config):
         (
             f"{AIAO} --offload-activations on --activation-memory-bytes 0",
             "--activation-memory-bytes 0: ",
-        ),
-        (f"{AUTO} --schedule stock", "--recompute-layers auto with --schedule stock"),
-        (f"{AUTO} --num-experts 2", "--recompute-layers auto with --num-experts 2"),
-        (f"{AUTO} --mtp-num-layers 1", "--recompute-layers auto with --mtp-num-layers 1"),
-        (f"{AUTO} --schedule 1f1b:wgrad=last@0", "--recompute-layers auto with wgrad="),
-        (f"{AUTO} --schedule zb-h1 --segments 1", "--recompute-layers auto with --schedule zb-h1"),
-        (f"{AUTO} --schedule 1f1b:ahead=auto", "--recompute-layers auto with ahead=auto"),
-        (
-            f"{AUTO} --schedule 1f1b:pairs=on",
-            "--recompute-layers auto with pairs=on",
-        ),
-        (
-            f"{AUTO} --heterogeneous-layers-config-path layers.json",
-            "--recompute-layers auto with --heterogeneous-layers-config-path",
         ),
     ],
 )

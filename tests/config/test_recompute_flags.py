@@ -21,13 +21,9 @@ def test_segments_are_named_or_all(config):
 @pytest.mark.parametrize(
     ("order", "line", "found"),
     [
-        ("stock", FULL, "@0 with --schedule stock"),
         ("1f1b", "", "@0 without --recompute-granularity full"),
         ("1f1b", "--recompute-activations", "@0 without --recompute-granularity full"),
         ("aiao", f"--segments auto {FULL}", "@0 with --segments auto"),
-        ("aiao", f"{TWO} --distribute-saved-activations", "@0,1 with --distribute-saved-act"),
-        ("aiao", f"{TWO} --fp8-format hybrid --fp8-recipe tensorwise", "@0,1 with --fp8-format"),
-        ("aiao", f"{TWO} --offload-activations on", "@0,1 with --offload-activations on"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_fix(refused, order: str, line: str, found: str):

@@ -78,6 +78,6 @@ def test_each_reason_has_a_rule_and_a_fix(form: str) -> None:
 def test_the_page_is_what_the_table_prints() -> None:
     page = print_refusals.PAGE.read_text()
     assert print_refusals.printed(page) == page, "run scripts/print_refusals.py"
-    named = print_refusals.values_of(page)
+    named = [v for p in print_refusals.PLACE.finditer(page) for v in p["values"].split(", ")]
     assert len({*named}) == len(named)
     assert {*named} == {*map(value_of, TABLE)}

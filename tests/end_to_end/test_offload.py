@@ -158,8 +158,7 @@ class Counts:
 def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     """Train; with what was moved."""
     from megatron.fold3d.policy.offload_choice import choose_offload
-    from megatron.fold3d.runtime.computations import Computations
-    from megatron.fold3d.runtime.executor import Executor
+    from megatron.fold3d.runtime.executor import Computations, Executor
     from megatron.fold3d.runtime.offload import offload_tuner
     from megatron.fold3d.runtime.offload.offloader import Offloader
     from megatron.fold3d.runtime.transfers.host_link import HostLink

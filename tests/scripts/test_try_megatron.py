@@ -17,7 +17,7 @@ def test_the_version_is_that_of_the_folder(
 ):
     info = tmp_path / "megatron/core/package_info.py"
     info.parent.mkdir(parents=True)
-    info.write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = 'rc1'\n")
+    info.write_text("__version__ = '0.20.0rc1'\n")
     monkeypatch.setattr(
         try_megatron, "_with", lambda folder, *command: int(command[-1] != "--inside")
     )

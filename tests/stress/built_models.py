@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.fold3d.commands.job import setup_of
 from megatron.fold3d.commands.megatron_flags import described, shape_of
-from megatron.fold3d.config.layer_split import stage_layers
+from megatron.fold3d.config.job_sizes import stage_layers
 from megatron.fold3d.predict.cost_model.sizes import held_parameters
 from megatron.fold3d.training import launch
 

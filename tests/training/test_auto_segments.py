@@ -11,9 +11,8 @@ from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.predict.search.segments import iterations
-from megatron.fold3d.training import layer_memory
-from megatron.fold3d.training.auto_segments import choose, flags_of
-from megatron.fold3d.training.measurement_cache import cache_file, read, write
+from megatron.fold3d.training import auto_segments
+from megatron.fold3d.training.auto_segments import cache_file, choose, flags_of, keep, read_kept
 
 Parse = Callable[[str], Namespace]
 
@@ -119,13 +118,13 @@ def test_a_gpu_has_room_for_what_fits_and_for_what_even_layers_take(
     even, uneven = (4, 4, 4, 4), (1, 1, 13, 1)
     timeline = iterations(job, 2, ALONE.costs(even))
     for gpu_bytes, has_room in ((1, False), (2**40, True)):
-        monkeypatch.setattr(layer_memory, "device_bytes", lambda _, n=gpu_bytes: n)
-        room = layer_memory.room_for_layers(args)
+        monkeypatch.setattr(auto_segments, "device_bytes", lambda _, n=gpu_bytes: n)
+        room = auto_segments.room_for_layers(args)
         assert room is not None
         assert room(timeline, even, even)
         assert room(timeline, uneven, even) is has_room
     args.vocab_size = None
-    assert layer_memory.room_for_layers(args) is None
+    assert auto_segments.room_for_layers(args) is None
 
 
 @pytest.mark.slow
@@ -181,15 +180,15 @@ def test_measurements_are_kept_for_what_they_are_of(
     monkeypatch.setenv("WORLD_SIZE", "4")
     flags = "--schedule aiao --device cpu"
     kept = cache_file(parse(flags))
-    assert read(kept) is None
-    write(kept, MEASURED)
-    assert read(cache_file(parse(f"{flags} --lr 0.1"))) == MEASURED
+    assert read_kept(kept) is None
+    keep(kept, MEASURED)
+    assert read_kept(cache_file(parse(f"{flags} --lr 0.1"))) == MEASURED
     assert cache_file(parse(f"{flags} --hidden-size 512")) != kept
     assert cache_file(parse(f"{flags} --use-tp-pp-dp-mapping")) != kept
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert cache_file(parse(flags)) != kept
     kept.write_text("{}")
-    assert read(kept) is None
+    assert read_kept(kept) is None
 
 
 def test_segments_for_a_schedule_that_is_chosen_later_are_those_of_aiao(parse: Parse):

@@ -14,7 +14,7 @@ from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.commands.training_words import not_counted
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.layer_split import stage_layers
+from megatron.fold3d.config.job_sizes import stage_layers
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.refusals import delta_param_gather
 from megatron.fold3d.config.schedule_flags import word_of

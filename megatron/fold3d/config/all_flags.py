@@ -10,7 +10,7 @@ from megatron.fold3d.config.recompute_flags import counts_or_auto
 from megatron.fold3d.config.schedule_flags import add_schedule_word, word_of
 from megatron.fold3d.config.segment_flags import segments_or_auto, virtual_stage_flag
 from megatron.fold3d.plan.schedule_word import AUTO, ORDERS, PLAN, VALUES
-from megatron.fold3d.upstream.versions import add_later_flags
+from megatron.fold3d.upstream.pretrain import add_later_flags
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -28,7 +28,6 @@ class Fold3DConfig:
             has the defaults.
         auto: the keys of the word whose values measured times choose.
         num_replicas: the most ranks that hold the same parameters; 0 if not known.
-        has_engine_modules: whether the model's layers are Transformer Engine's.
         recompute_layers: how many layers each stage recomputes; None is Megatron's one number.
         auto_recompute_layers: whether measured bytes choose these numbers.
         recomputes_means: whether recomputations update means over an iteration's micro-batches.
@@ -38,22 +37,15 @@ class Fold3DConfig:
         clips_or_scales: whether Megatron may clip gradients, or skip a step over their norm or a
             loss scale.
         trace_iterations: the iterations that are recorded; None is two after warm-up.
-        records_tp_sync: whether a trace has tensor-parallel collectives.
         microbatch_flops: FLOPs of the model's forward and backward, for the trace; 0 if unknown.
         recomputed_flops: of what a backward computes again, likewise.
-        cuts_every_segment: whether every segment's gradients are reduced in buckets.
         ties_embeddings: whether the first and the last stage hold the same word embeddings.
         keeps_forwards: whether it has to keep stock's order of forwards, as where forwards draw
             random numbers.
         keeps_sums: whether it has to keep stock's sums over replicas bit for bit.
-        preemptive_comm: whether transfers between pipeline ranks go before DP.sync.
-        traffic_class: marks the packets of PP.sync (``pp``), of DP.sync (``dp``) or of both.
-        offload_activations: whether saved activations go to host memory.
-        lazy_inter_segment: whether transfers between segments wait in host memory.
         offload_everything: whether all large saved tensors are offloaded, not only those that
             recomputation starts from.
         saved_bytes: a lower bound on what one micro-batch's forward of a stage saves; 0 if unknown.
-        delta_param_gather: whether what a step has changed is gathered in place of parameters.
         distributed_timeout_minutes: how long a transfer may take before the job ends.
     """
 

@@ -21,8 +21,12 @@ from megatron.fold3d.config.bucket_flags import (
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import launch_problems, traffic_class_problems
 from megatron.fold3d.config.job_sizes import num_replicas, size_problems
-from megatron.fold3d.config.offload_flags import offloads_everything, saved_bytes
-from megatron.fold3d.config.recompute_flags import recompute_count_problems, recomputes_means
+from megatron.fold3d.config.recompute_flags import (
+    offloads_everything,
+    recompute_count_problems,
+    recomputes_means,
+    saved_bytes,
+)
 from megatron.fold3d.config.refusals import (
     delta_param_gather,
     may_defer,

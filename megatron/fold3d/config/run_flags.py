@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron.fold3d.config.checkpoint_formats import format_problems
-from megatron.fold3d.config.job_sizes import size_problems
-from megatron.fold3d.config.layer_split import written_out
+from megatron.fold3d.config.job_sizes import size_problems, written_out
 from megatron.fold3d.config.refusals import refused, value_of
-from megatron.fold3d.config.run_folders import folder_problems
+from megatron.fold3d.config.run_folders import folder_problems, format_problems
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.config.settings import asked
 from megatron.fold3d.config.spelling import flag_of, typed

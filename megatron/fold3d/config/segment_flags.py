@@ -3,7 +3,7 @@
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
-from megatron.fold3d.config.layer_split import (
+from megatron.fold3d.config.job_sizes import (
     fitting_segments,
     given_ends,
     layers_per_rank,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 
 from megatron.fold3d.config.job_sizes import num_replicas
-from megatron.fold3d.config.offload_flags import engine_modules, offloads_everything, recomputes
+from megatron.fold3d.config.recompute_flags import engine_modules, offloads_everything, recomputes
 from megatron.fold3d.config.schedule_flags import measures_shares, parts_of, spelled_parts, word_of
 from megatron.fold3d.config.segment_flags import num_segments
 from megatron.fold3d.config.spelling import named, typed

@@ -56,7 +56,6 @@ class AutoSchedule(Feature):
     """Measures, and chooses how a run's iterations are computed, summed and stepped.
 
     Args:
-        config: the configuration of the run.
         search: begins a search: `SearchProcess`, which this room may not import.
         due: takes the steps that reach into the next iteration, if the run may have any.
         delta: counts the bytes of all-gathers, if parameters are coded.
@@ -265,7 +264,6 @@ def _advise_sharding(predicted: Sequence[Predicted], sharded: Predicted) -> None
     """Log that the distributed optimizer would be faster where most steps are clipped.
 
     Args:
-        predicted: the choices of this run.
         sharded: stock's order with the distributed optimizer.
     """
     own_s = min(one.seconds for one in predicted if not one.choice.carries)

@@ -44,8 +44,6 @@ class Events:
         """Record a collective from its launch until it is done, without waiting.
 
         Args:
-            name: the name of the event.
-            kind: the kind of the event.
             launch: starts the collective; returns its works in flight, or nothing if it is done.
 
         Returns:

@@ -41,15 +41,9 @@ class Iteration:
     """One call of the executor: its plan, the model, and the tensors between computations.
 
     Attributes:
-        rank: this rank's position in the pipeline.
-        plan: the programs of all ranks.
         chunks: this rank's model chunks, by segment.
-        config: Megatron's configuration of the model.
-        groups: Megatron's process groups.
-        pp_group: the pipeline's process group.
         trains: False for an evaluation, which has forwards only.
         shapes: the shapes of received tensors, by op: ``[seq, batch, hidden]``.
-        force_all_reduce: Megatron's argument of that name, for ``finalize_model_grads``.
         ends: callbacks that run when the iteration ends, also after an error.
         saved: input and output of each forward whose backward has not run.
         inputs: stage inputs that were received and not used yet.
@@ -121,7 +115,6 @@ class Feature:
 
         Args:
             job: the job of the flags, or the one that outer features have returned.
-            rank: this rank's position in the pipeline.
         """
         return job
 
@@ -132,7 +125,6 @@ class Feature:
         """Return the handlers of this feature, by op.
 
         Args:
-            iteration: the iteration that is about to run.
             inner: the handler of each op so far; a handler that wraps such a handler calls it.
         """
         return {}

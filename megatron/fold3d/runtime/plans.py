@@ -15,11 +15,7 @@ from megatron.fold3d.plan.verify import verify
 
 
 class Plans:
-    """Jobs of one configuration and their plans, each made once.
-
-    Attributes:
-        name: the order of computation, in messages.
-    """
+    """Jobs of one configuration and their plans, each made once."""
 
     def __init__(self, config: Fold3DConfig) -> None:
         self.name = config.choice.order

@@ -8,8 +8,11 @@ Keeps one invariant: the user could have given the chosen flags. The choice has 
 training.
 """
 
+import hashlib
 import json
 import os
+import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -20,38 +23,58 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
+from megatron.fold3d.commands.job import setup_of
+from megatron.fold3d.commands.megatron_flags import shape_of
 from megatron.fold3d.commands.training_flags import layout_of
-from megatron.fold3d.config import job_sizes
-from megatron.fold3d.config.layer_split import (
+from megatron.fold3d.config.job_sizes import (
     fitting_segments,
     may_be_uneven,
     num_layers,
+    num_microbatches,
+    ranks_of_model,
     uneven_ranks,
 )
 from megatron.fold3d.config.schedule_flags import word_of
+from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.policy.num_segments import Segments, by_rule
 from megatron.fold3d.policy.partition import Layers
+from megatron.fold3d.predict.cost_model.cluster import USABLE_MEMORY
+from megatron.fold3d.predict.cost_model.estimate import footprint_of
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.predict.search.candidates import MOST_SEGMENTS
 from megatron.fold3d.predict.search.segments import by_simulation, with_layers
-from megatron.fold3d.training import measurement_cache
-from megatron.fold3d.training.layer_memory import room_for_layers
+from megatron.fold3d.runtime.device import device_bytes, device_name
 from megatron.fold3d.training.leaving import meeting_point
 from megatron.fold3d.training.mistakes import script
 
 PATIENCE_S = 600.0
 _PLAIN = (str, int, float, bool)
+# The options of Megatron that a layer's time, or a transfer's, depends on.
+SHAPE = (
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
+    *("seq_length", "micro_batch_size", "vocab_size", "swiglu", "normalization", "num_experts"),
+    *("position_embedding_type", "attention_dropout", "hidden_dropout", "multi_latent_attention"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "use_tp_pp_dp_mapping", "sequence_parallel"),
+    *("bf16", "fp16", "fp8"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("transformer_impl", "attention_backend", "distributed_backend", "device"),
+)
+
+Room = Callable[[Timeline, Layers, Layers], bool]
 
 
 def choose(
     args: Namespace,
     measured: HardwareProfile,
     num_microbatches: int,
-    fits: Callable[[Timeline, Layers, Layers], bool] | None = None,
+    fits: Room | None = None,
 ) -> Segments:
     """Return the number of segments, and the layers of stages, expected to train fastest.
 
@@ -129,16 +152,16 @@ def choose_segments(
             measure(argv, defaults)
         agreed: list[str] = store.get("segments").decode().split()
         return agreed
-    kept = measurement_cache.cache_file(args)
-    measured = measurement_cache.read(kept)
+    kept = cache_file(args)
+    measured = read_kept(kept)
     store.set("measure", str(int(measured is None)))
     source = f"measured earlier, in {kept}"
     if measured is None:
         measured = HardwareProfile.from_json(measure(argv, defaults))
         source = f"measured now, kept in {kept}"
-        measurement_cache.write(kept, measured)
+        keep(kept, measured)
     room = None if builds_own_model else room_for_layers(args)
-    choice = choose(args, measured, job_sizes.num_microbatches(args), room)
+    choice = choose(args, measured, num_microbatches(args), room)
     # For `fold3d simulate --costs`.
     stages = int(args.pipeline_model_parallel_size) * choice.num_segments
     costs = measured.costs(choice.layers or (num_layers(args) / stages,) * stages)
@@ -189,3 +212,73 @@ def measure(argv: Sequence[str], defaults: Mapping[str, Any]) -> str:
             *_, last = job.stderr.strip().splitlines() or ["no message"]
             raise ValueError(f"--segments auto: this cannot be measured: {last}; give --segments N")
         return found.read_text(encoding="utf-8") if found.is_file() else ""
+
+
+def cache_file(args: Namespace) -> Path:
+    """Return the file of a run's shape on its hardware, whether it exists or not.
+
+    It is used only for runs with exactly these. To measure again, delete it.
+    """
+    of = {name: getattr(args, name) for name in SHAPE} | {
+        "nodes": os.environ.get("GROUP_WORLD_SIZE", "1"),  # torchrun counts them so
+        "ranks": os.environ["WORLD_SIZE"],
+        "accelerator": device_name(torch.device(args.device)),
+        "cluster": re.sub(r"\d+", "", platform.node()),  # node017 is as good as node003
+        "torch": torch.__version__,
+    }
+    text = json.dumps(of, sort_keys=True, default=str)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "fold3d" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def read_kept(file: Path) -> HardwareProfile | None:
+    """Return what was measured; None if there is no file, or it is of another version."""
+    try:
+        return HardwareProfile.from_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def keep(file: Path, measured: HardwareProfile) -> None:
+    """Keep what was measured."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(measured.to_json(), encoding="utf-8")
+    unfinished.replace(file)
+
+
+def room_for_layers(args: Namespace) -> Room | None:
+    """Return a function that tells whether layers fit into memory, from formulas.
+
+    A layout has room if its fullest rank holds no more than it would with layers as even as
+    possible, or no more than is usable of a GPU. A CPU has room for all.
+
+    Returns:
+        A function of the simulated iterations, the layers of stages, and those that are as even as
+        possible. None for a model whose bytes are not modelled.
+    """
+    total = device_bytes(torch.device(args.device))
+    if total is None:
+        return lambda *_: True
+    if not args.vocab_size:  # only the tokenizer knows
+        return None
+    num_ranks: int = args.pipeline_model_parallel_size
+    try:
+        shape = shape_of(args)
+        setup = setup_of(args, max(1, int(os.environ["WORLD_SIZE"]) // ranks_of_model(args)))
+        setup.check(shape)
+    except ValueError:
+        return None
+    if args.recompute_layers is not None:
+        setup = replace(setup, recompute="full")
+    elif args.recompute_activations and args.recompute_granularity is None:
+        setup = replace(setup, recompute="selective")
+
+    def has_room(timeline: Timeline, layers: Layers, even: Layers) -> bool:
+        peak, of_even = (
+            max(rank.device_peak for rank in memory(timeline, footprint))
+            for footprint in (footprint_of(shape, setup, num_ranks, its) for its in (layers, even))
+        )
+        return peak <= max(of_even, USABLE_MEMORY * total)
+
+    return has_room

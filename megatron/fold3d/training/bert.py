@@ -7,7 +7,7 @@ their order. Megatron's wheel leaves this side to the user's script.
 import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core import mpu, tensor_parallel
@@ -16,13 +16,27 @@ from megatron.core.datasets.bert_dataset import (
     BERTMaskedWordPieceDatasetConfig,
 )
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.models.bert.bert_layer_specs import (
+    bert_layer_local_spec,
+    get_bert_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 
-from megatron.fold3d.training.bert_model import BertModelConfig
 from megatron.fold3d.training.pretraining import check_loss, check_run, dataset_options
-from megatron.fold3d.upstream.versions import gpt_config_from_args
+from megatron.fold3d.upstream.pretrain import (
+    GPTModelBuilder,
+    GPTModelConfig,
+    gpt_config_from_args,
+)
 
 NOT_BERT = (
     "calculate_per_token_loss",  # the two losses count different things
@@ -38,8 +52,66 @@ NOT_BERT = (
 )
 # Of a sample of Megatron's dataset; all of them are integers.
 KEYS = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
+NUM_TOKEN_TYPES = 2  # for the first and the second segment of text
 
 Batch = dict[str, torch.Tensor]
+
+
+class BertModelConfig(GPTModelConfig):  # type: ignore[misc]  # Megatron has no types
+    """The options of a BERT: those of a GPT. Megatron's wheel has a builder only for GPT."""
+
+    builder: ClassVar[str] = "megatron.fold3d.training.bert.BertModelBuilder"
+
+
+class BertModelBuilder(GPTModelBuilder):  # type: ignore[misc]
+    """Builds one model chunk; what wraps and distributes chunks is Megatron's."""
+
+    def build_model(
+        self,
+        pg_collection: Any,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
+    ) -> BertModel:
+        """Return the chunk of a virtual stage, with the embedding and the heads where they go."""
+        options = self._model_config
+        vocab_size = options.vocab_size
+        if options.should_pad_vocab:
+            from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+            vocab_size = calculate_padded_vocab_size(
+                vocab_size, options.make_vocab_size_divisible_by, options.tensor_model_parallel_size
+            )
+        virtual = {"vp_stage": vp_stage, "vp_size": options.virtual_pipeline_model_parallel_size}
+        if pre_process is None:
+            pre_process = is_vp_first_stage(**virtual) and is_pp_first_stage(pg_collection.pp)
+        if post_process is None:
+            post_process = is_vp_last_stage(**virtual) and is_pp_last_stage(pg_collection.pp)
+        has_binary_head = get_args().bert_binary_head
+        return BertModel(
+            config=options.transformer,
+            num_tokentypes=NUM_TOKEN_TYPES if has_binary_head else 0,
+            transformer_layer_spec=_layer(options.transformer_impl),
+            vocab_size=vocab_size,
+            max_sequence_length=options.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            fp16_lm_cross_entropy=options.fp16_lm_cross_entropy,
+            parallel_output=options.parallel_output,
+            share_embeddings_and_output_weights=options.share_embeddings_and_output_weights,
+            position_embedding_type=options.position_embedding_type,
+            rotary_percent=options.rotary_percent,
+            seq_len_interpolation_factor=options.seq_len_interpolation_factor,
+            add_binary_head=has_binary_head,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+        )
+
+
+def _layer(transformer_impl: str) -> Any:
+    if transformer_impl == "transformer_engine":
+        return get_bert_layer_with_transformer_engine_spec()
+    return bert_layer_local_spec
 
 
 def config(args: Namespace) -> Any:

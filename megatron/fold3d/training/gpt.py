@@ -20,7 +20,7 @@ from megatron.training import get_args, get_timers
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from megatron.fold3d.training.pretraining import check_loss, check_run, dataset_options
-from megatron.fold3d.upstream.versions import (
+from megatron.fold3d.upstream.pretrain import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
     gpt_config_from_args,

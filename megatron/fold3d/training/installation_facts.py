@@ -34,7 +34,7 @@ from megatron.fold3d.config.gpu_settings import OFFLOAD_LIBRARY, blocking_settin
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.runtime import preemption
 from megatron.fold3d.runtime.measure import lanes, layer_rates, timing
-from megatron.fold3d.upstream import versions
+from megatron.fold3d.upstream.pretrain import tried
 
 _PREEMPTION = Path(preemption.__file__).parent
 _TIMEOUT = timedelta(seconds=120)
@@ -98,7 +98,7 @@ def pair() -> Finding:
     # A container's build as 2.13.0a0+nv26.1, or 0.19.0rc1, counts as the release.
     megatron, torch_ = (Version(v).base_version for v in (__version__, torch.__version__))
     found = f"Megatron-core {megatron} with torch {torch_}"
-    if told := versions.tried(megatron, torch_):
+    if told := tried(megatron, torch_):
         return Finding("versions", "ok", f"{found}, tried {told}")
     fix = f"it may work; try it: scripts/try_torch.py {torch_}:{megatron}, in the checkout"
     return Finding("versions", "note", f"{found}: nobody has tried this pair", fix)
@@ -138,9 +138,7 @@ def architectures(
     """Tell whether this torch has kernels for the GPUs.
 
     Args:
-        gpus: the compute capability of each kind.
         built_for: the list of ``torch.cuda.get_arch_list``, with names such as ``sm_80``.
-        build: the build of torch, in words.
     """
     numbers = (re.match(r"sm_(\d+)", name) for name in built_for)
     known = [divmod(int(number[1]), 10) for number in numbers if number]

@@ -32,13 +32,13 @@ from megatron.fold3d.config.gpu_settings import (
     gpu_problems,
     has_many_queues,
 )
-from megatron.fold3d.config.job_sizes import num_microbatches
+from megatron.fold3d.config.job_sizes import num_microbatches, recomputed_layers, stage_layers
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.run_flags import run_problems
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 from megatron.fold3d.training.mistakes import MISTAKES, refuse, script, speaks
-from megatron.fold3d.upstream import versions
+from megatron.fold3d.upstream.pretrain import parse_and_validate_args, pretrain
 
 if TYPE_CHECKING:
     from megatron.fold3d.observe.breakdown import Flops
@@ -70,7 +70,7 @@ def train(argv: Sequence[str], family: Literal["gpt", "bert"]) -> int:
                 return tell_checked(args, [*absent_packages(args)])
         except MISTAKES as error:
             return refuse(error)
-        versions.pretrain(args, config, model.build_datasets, model.forward_step)
+        pretrain(args, config, model.build_datasets, model.forward_step)
     return 0
 
 
@@ -179,7 +179,7 @@ def prepare(
         is_blackwell = known is not None and known.is_blackwell  # unknown GPUs count as older
         patched.enter_context(apply(absent_gpu(is_blackwell)))
     with nullcontext() if not checks else redirect_stdout(io.StringIO()):  # 800 lines of flags
-        args = versions.parse_and_validate_args(
+        args = parse_and_validate_args(
             add_all, ignore_unknown_args, defaults | megatron_defaults(args)
         )
     if not on_cpu and has_many_queues():
@@ -287,7 +287,6 @@ def _microbatch_flops(args: Namespace) -> "Flops":
     chooses later is not counted.
     """
     from megatron.fold3d.commands.megatron_flags import shape_of
-    from megatron.fold3d.config.layer_split import recomputed_layers, stage_layers
     from megatron.fold3d.observe.breakdown import Flops
     from megatron.fold3d.predict.cost_model.training_flops import training_flops
 

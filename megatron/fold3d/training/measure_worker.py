@@ -82,7 +82,7 @@ def _measure(args: Namespace, device: torch.device) -> HardwareProfile:
     from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron.fold3d.upstream.versions import GPTModelBuilder, gpt_config_from_args
+    from megatron.fold3d.upstream.pretrain import GPTModelBuilder, gpt_config_from_args
 
     groups, built = ProcessGroupCollection.use_mpu_process_groups(), gpt_config_from_args(args)
     dtype = built.transformer.params_dtype
@@ -146,7 +146,6 @@ def _forward_and_backward(
     Args:
         model: a layer, with the embedding or the head if it is to have them.
         tokens: the tokens of the micro-batch, sequences by positions, for the embedding.
-        labels: the labels of the micro-batch, for the head.
     """
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # fusions add here

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.fold3d.runtime.grad_sync.bucket_groups import own_shard
+from megatron.fold3d.runtime.grad_sync.stage_gradients import own_shard
 
 
 class Group:

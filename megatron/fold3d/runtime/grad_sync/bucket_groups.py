@@ -1,6 +1,6 @@
-"""The bucket groups of model chunks, this replica's part of them, and process groups of our own."""
+"""The bucket groups of model chunks, and process groups of our own."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Any
@@ -48,44 +48,6 @@ def set_group(bucket_group: Any, group: dist.ProcessGroup) -> None:
 def is_sharded(bucket_group: Any) -> bool:
     """Tell whether each replica updates a shard of the parameters: the distributed optimizer."""
     return bool(bucket_group.ddp_config.use_distributed_optimizer)
-
-
-def own_part(bucket_group: Any, bucket: Any, parameter: Any) -> slice:
-    """Return which elements of a parameter are in this replica's shard of its bucket."""
-    group = group_of(bucket_group)
-    size = bucket.grad_data.numel() // group.size()
-    begin, end = bucket.param_to_index[parameter]
-    first = group.rank() * size
-    return slice(max(0, first - begin), max(0, min(end, first + size) - begin))
-
-
-def own_shard(chunks: Sequence[Any], weight: Any, stages: dist.ProcessGroup) -> torch.Tensor | None:
-    """Return a view of this replica's shard of a tied embedding's gradients, or None for all.
-
-    Megatron gives a tied word embedding a separate bucket in both stages that hold it, so its
-    shards begin and end at the same elements in both. Gradients outside of the shard are neither
-    complete nor read. All gradients are read if the optimizer is not distributed, if this iteration
-    reduces whole gradients, or if Megatron gives the weight no bucket of its own. If more than two
-    stages hold the weight, rounding depends on how a sum is cut, so the sum stays whole.
-
-    Args:
-        chunks: the rank's model chunks, in DDP.
-        weight: any parameter of these chunks.
-        stages: the pipeline ranks that hold a copy of the weight.
-
-    Returns:
-        ``[num_elements of the shard]``, the gradients that the optimizer reads, in DDP's memory.
-        The view is empty if the replica's shard has padding alone.
-    """
-    if not getattr(weight, "shared_embedding", False) or stages.size() > 2:
-        return None
-    for chunk in chunks:
-        bucket_group = getattr(chunk, "param_to_bucket_group", {}).get(weight)
-        if bucket_group is not None and is_sharded(bucket_group) and not chunk.force_all_reduce:
-            bucket = bucket_group.param_to_bucket[weight]
-            data: torch.Tensor = weight.main_grad.view(-1)  # fp32 may have memory of its own
-            return data[own_part(bucket_group, bucket, weight)]
-    return None
 
 
 def _group_name(bucket_group: Any) -> str:

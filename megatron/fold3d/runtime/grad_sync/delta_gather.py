@@ -221,12 +221,8 @@ class _Gather:
     """The all-gathers of a bucket group in flight.
 
     Args:
-        group: the bucket group.
         messages: of each bucket, this replica's message, as long as all others' are; None gathers
             the bucket whole.
-
-    Attributes:
-        works: what is in flight.
     """
 
     def __init__(self, group: Any, messages: Sequence[torch.Tensor | None]) -> None:

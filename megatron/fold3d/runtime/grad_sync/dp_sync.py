@@ -37,7 +37,6 @@ class DPSync(Feature):
     sees it. `start_reduction` then starts the reductions that the hooks did not start.
 
     Args:
-        recorder: records when a part of a sum begins and ends.
         side: returns which side of a pair is running: `Baton.side`.
     """
 

@@ -59,8 +59,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
 )
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
-from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import reduced_in_iteration
-from megatron.fold3d.runtime.grad_sync.sums import UNCUT, Sums
+from megatron.fold3d.runtime.grad_sync.sums import UNCUT, Sums, reduced_in_iteration
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
@@ -84,13 +83,10 @@ class DueSteps(Feature):
     be clipped or skipped, one is deferred only if a bound on the gradient norm rules both out.
 
     Args:
-        config: the configuration of the run.
         communicator: starts the slices, so that what is more urgent waits for the slice in flight
             alone; without one they start at once.
-        recorder: hears when a part of a sum begins and ends.
 
     Attributes:
-        sums: the reductions in flight.
         is_free: whether the next iteration may leave steps due; the same on all ranks.
     """
 
@@ -238,7 +234,6 @@ class DueSteps(Feature):
         could differ from Megatron's, wait for all gradients and call ``whole_step`` instead.
 
         Args:
-            optimizer: Megatron's optimizer.
             iteration: the number of the iteration that this step belongs to.
             whole_step: Megatron's own step, of all parameters at once.
             report: is called with the gradient norm if the returned outcome lacks it.

@@ -28,10 +28,10 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     group_of,
     is_sharded,
     make_groups,
-    own_part,
     ranks_of,
 )
 from megatron.fold3d.runtime.grad_sync.pieces import Piece
+from megatron.fold3d.runtime.grad_sync.stage_gradients import own_part
 
 # Norms in fp32 are not exact, neither ours nor Megatron's. A sum of squares in which each term is
 # rounded up to 100,000 times in sequence is off by 0.6% at most.

@@ -68,8 +68,6 @@ class _Shard:
     """A part of a parameter that one replica's optimizer steps.
 
     Attributes:
-        key: the parameter's key.
-        parameter: the whole parameter.
         ranges: Megatron's ranges of the part: in the parameter, the bucket and the replica's shard.
         rank: the replica that owns it.
     """
@@ -85,8 +83,6 @@ class _Copy:
     """The entry in Megatron's lists for a shard of another replica.
 
     Attributes:
-        of: the shard.
-        group: the index of its group.
         name: a tensor that replaces the parameter as a key of Megatron's maps, which hold one shard
             per parameter.
         model: 1-D view of the parameter.
@@ -163,7 +159,6 @@ class OtherShards:
 
     Args:
         part: Megatron's ``DistributedOptimizer``.
-        chunks: the model chunks.
     """
 
     def __init__(self, part: Any, chunks: Collection[Any]) -> None:

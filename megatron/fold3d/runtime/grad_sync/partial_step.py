@@ -38,7 +38,6 @@ class PartialStep:
 
     Args:
         optimizer: Megatron's ``ChainedOptimizer``.
-        iteration: the number of the iteration that this step belongs to.
         alone: a process group of this rank only, needed with a loss scaler.
     """
 

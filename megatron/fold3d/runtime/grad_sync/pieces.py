@@ -25,8 +25,6 @@ class Piece:
             view]``, contiguous, in the dtype in which DDP reduces; DDP owns the memory. Those of
             each shard of a reduce-scatter are together equally large. Other collectives have one
             shard, of one view.
-        op: the reduce op, sum or average.
-        group: the ranks that reduce it together.
         owner: the only rank of the group that needs the sum, and gets it; None is all of them.
         scatters: whether each rank of the group needs the sum of its shard alone.
         bucket: the bucket's gradients, if the piece is all of them, in their order.

@@ -40,7 +40,6 @@ class StageGradients:
     """The gradients of one model chunk, in one iteration after the other.
 
     Args:
-        chunk: the model chunk, in DDP.
         kept: the parameters whose gradients Megatron reads in the iteration; `kept` returns those.
         slice_bytes: the most that is all-reduced at once.
         our_group: returns the process group that sums a bucket group, but for parts of its shards.
@@ -178,6 +177,43 @@ class StageGradients:
 def sums_to_shards(chunk: Any, bucket_group: Any) -> bool:
     """Tell whether a chunk's bucket group is reduce-scattered: each replica gets a shard's sum."""
     return is_sharded(bucket_group) and not chunk.force_all_reduce
+
+
+def own_part(bucket_group: Any, bucket: Any, parameter: Any) -> slice:
+    """Return which elements of a parameter are in this replica's shard of its bucket."""
+    group = group_of(bucket_group)
+    size = bucket.grad_data.numel() // group.size()
+    begin, end = bucket.param_to_index[parameter]
+    first = group.rank() * size
+    return slice(max(0, first - begin), max(0, min(end, first + size) - begin))
+
+
+def own_shard(chunks: Sequence[Any], weight: Any, stages: dist.ProcessGroup) -> torch.Tensor | None:
+    """Return a view of this replica's shard of a tied embedding's gradients, or None for all.
+
+    Megatron gives a tied word embedding a separate bucket in both stages that hold it, so its
+    shards begin and end at the same elements in both. Gradients outside of the shard are neither
+    complete nor read. All gradients are read if the optimizer is not distributed, if this iteration
+    reduces whole gradients, or if Megatron gives the weight no bucket of its own. If more than two
+    stages hold the weight, rounding depends on how a sum is cut, so the sum stays whole.
+
+    Args:
+        weight: any parameter of these chunks.
+        stages: the pipeline ranks that hold a copy of the weight.
+
+    Returns:
+        ``[num_elements of the shard]``, the gradients that the optimizer reads, in DDP's memory.
+        The view is empty if the replica's shard has padding alone.
+    """
+    if not getattr(weight, "shared_embedding", False) or stages.size() > 2:
+        return None
+    for chunk in chunks:
+        bucket_group = getattr(chunk, "param_to_bucket_group", {}).get(weight)
+        if bucket_group is not None and sums_to_shards(chunk, bucket_group):
+            bucket = bucket_group.param_to_bucket[weight]
+            data: torch.Tensor = weight.main_grad.view(-1)  # fp32 may have memory of its own
+            return data[own_part(bucket_group, bucket, weight)]
+    return None
 
 
 def spread(chunk: Any, parameters: AbstractSet[torch.Tensor]) -> list[int]:

@@ -8,13 +8,15 @@ started, so none is lost or sent twice. Every replica of a chunk starts the same
 same order, in process groups that nothing else uses at that time.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron.fold3d.plan.ir import WHOLE, Action
@@ -43,14 +45,8 @@ class Sums:
     If ``groups`` has none over a bucket's ranks, gradients are summed in the bucket's own group.
 
     Args:
-        recorder: records each part from its start to its end.
         chunks: the model chunks; without any there is nothing to sum.
-        kept: the parameters that are kept apart.
         slice_bytes: the most that is all-reduced at once.
-        groups: our process groups, by ranks.
-
-    Attributes:
-        gradients: the gradients of each chunk.
     """
 
     def __init__(
@@ -155,3 +151,29 @@ class Sums:
     def _group_of(self, bucket_group: Any) -> dist.ProcessGroup:
         megatrons = group_of(bucket_group)
         return self._groups.get(ranks_of(megatrons), megatrons)
+
+
+def reduced_in_iteration(
+    chunks: Sequence[Any], groups: ProcessGroupCollection
+) -> frozenset[torch.nn.Parameter]:
+    """Return the parameters of a rank's chunks whose gradients must be reduced in the iteration.
+
+    ``finalize_model_grads`` sums these over pipeline or tensor-parallel ranks at its end. They have
+    to be reduced by then, even if the rest of their model chunk is deferred.
+    """
+    return frozenset(parameter for chunk in chunks for parameter in _of_chunk(chunk, groups))
+
+
+def _of_chunk(chunk: Any, groups: ProcessGroupCollection) -> Iterator[torch.nn.Parameter]:
+    """Yield what two functions of Megatron 0.19.2 reduce: word embeddings, and norms with TP."""
+    config = get_model_config(chunk)
+    for name, parameter in chunk.named_parameters():
+        if getattr(parameter, "shared_embedding", False) or (  # _allreduce_word_embedding_grads
+            groups.tp.size() > 1  # _allreduce_non_tensor_model_parallel_grads
+            and (
+                getattr(parameter, "average_gradients_across_tp_domain", False)
+                or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False))
+                or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
+            )
+        ):
+            yield parameter

@@ -25,11 +25,6 @@ class Copies:
     Args:
         device: the compute device; it must be current when the first copy is made. On a CPU every
             copy is done when its call returns.
-        batch: the most tensors per launch.
-
-    Attributes:
-        num_calls: launches so far.
-        num_tensors: tensors copied so far.
     """
 
     def __init__(self, device: torch.device, batch: int = 64) -> None:
@@ -70,7 +65,6 @@ class Copies:
         Args:
             targets: device tensors; memory that the current stream may write.
             sources: as many tensors in host memory, complete once ``after`` has passed.
-            watch: as in `to_host`.
             after: the event of another copy, which this one waits for.
             ready: an event of the compute stream; the copy waits only for work issued before it.
         """

@@ -22,7 +22,6 @@ class OffloadTuner:
     Args:
         config: the configuration of the run; with ``--offload-activations auto`` no more
             leaves than the device's memory requires, as measured in the first two iterations.
-        slots: the host memory that receives activations.
 
     Attributes:
         recorder: times computations and copies; None once an iteration has been measured.

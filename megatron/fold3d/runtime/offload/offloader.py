@@ -50,18 +50,12 @@ class Offloader(Feature):
     It does nothing in evaluations, which save nothing.
 
     Args:
-        config: the configuration of the run.
         plans: the plans of the run, whose offloads may change from iteration to iteration.
-        recorder: records the copies.
         num_local: the number of ranks on this node, which share its memory.
-        copies: the copy engine; by default a new one.
 
     Attributes:
-        pool: the host memory.
-        copies: the copy engine.
         held: activations on the device now, offloaded or not, counted as in `peak_activations`.
         peak: the largest `held` of this iteration.
-        num_reloads: activations reloaded so far.
         depth: computations that an offload may overlap, from the next iteration on.
     """
 
@@ -177,7 +171,6 @@ class Offloader(Feature):
         the pool has no room.
 
         Args:
-            action: the OFFLOAD.
             held: the stage's input, ``[seq, batch, hidden]``. The schedule owns it and needs only
                 its gradient from now on; its storage is emptied too. None in the first stage.
         """

@@ -25,7 +25,6 @@ class PinnedPool:
 
     Attributes:
         num_bytes: the bytes allocated from the host so far.
-        num_growths: the number of allocations.
         high_water_bytes: the most bytes that were in use at once.
     """
 
@@ -49,7 +48,6 @@ class PinnedPool:
         """Make sure that the pool has at least ``slots[size]`` slots of each size, in use or free.
 
         Args:
-            slots: number of slots by size.
             most_bytes: the most to allocate for them; None is no limit.
 
         Returns:

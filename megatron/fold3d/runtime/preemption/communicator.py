@@ -43,7 +43,6 @@ class PreemptiveCommunicator(Feature):
 
     Args:
         slice_bytes: the size of a slice, or the largest one that `fit_slices` may choose.
-        timeout: the timeout of a transfer or a slice.
         fits_slices: whether `fit_slices` may choose a smaller size.
 
     Raises:

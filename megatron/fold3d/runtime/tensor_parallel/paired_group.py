@@ -29,7 +29,6 @@ class PairedGroup(dist.ProcessGroup):
     functions give all of them their options.
 
     Args:
-        group: does the work.
         hand_over: lets the other micro-batch run.
         recorder: gets each of these collectives, from its launch to its end.
         name: what a trace calls them, ``TP.sync`` or ``EP.sync``.

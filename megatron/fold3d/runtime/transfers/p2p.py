@@ -74,7 +74,10 @@ class P2P:
         alias = tensor.detach()
         work = self._start_send(action, alias)
         self._leaving.append((alias, work))
-        while self._leaving and (len(self._leaving) > _UNFINISHED_SENDS or self._oldest_is_sent):
+        while self._leaving and (
+            len(self._leaving) > _UNFINISHED_SENDS
+            or self._leaving[0][1].is_completed()  # with gloo False until somebody waits
+        ):
             self._leaving[0][1].wait()  # keeps the tensor alive until then
             self._leaving.popleft()
 
@@ -84,10 +87,6 @@ class P2P:
         while self._leaving:
             self._leaving[0][1].wait()
             self._leaving.popleft()
-
-    @property
-    def _oldest_is_sent(self) -> bool:
-        return self._leaving[0][1].is_completed()  # with gloo False until somebody waits
 
     def _group(self, action: Action) -> Any:
         return self._groups[action.op]
@@ -148,12 +147,7 @@ def _refuse_bound_group() -> None:
 
 
 def groups_by_op(pp_group: dist.ProcessGroup, backend: str) -> dict[Op, dist.ProcessGroup]:
-    """Make the process groups of all pipelines together; return this rank's, by transfer op.
-
-    Args:
-        pp_group: Megatron's group of this rank's pipeline.
-        backend: the backend of the groups.
-    """
+    """Make the process groups of all pipelines together; return this rank's, by transfer op."""
     rank, num_ranks, ours = pp_group.rank(), pp_group.size(), ranks_of(pp_group)
     links = [  # the link from rank r to the next has index r % len(links)
         # PP.sync goes before DP.sync (paper Sec. III-A).

@@ -42,7 +42,6 @@ class Parallel(NamedTuple):
     Attributes:
         allreduce_dgrad: whether the input gradient is all-reduced over ``tp_group``.
         sequence_parallel: whether the input is a shard of the sequence, to be all-gathered.
-        tp_group: the tensor-parallel process group.
     """
 
     allreduce_dgrad: bool
@@ -56,7 +55,6 @@ class _Kept(NamedTuple):
     Attributes:
         weight: ``[output, hidden]``, the model's parameter.
         bias: ``[output]``, the model's parameter; None if the layer has none, or it is frozen.
-        parallel: how inputs are distributed over tensor-parallel ranks.
         uses: of each use of the weight its input, ``[seq, batch, hidden]`` or this rank's shard of
             seq, and the gradient of its output, ``[seq, batch, output]`` in the dtype of the input.
             This tuple keeps both alive. They are in the order in which autograd reaches the uses.
