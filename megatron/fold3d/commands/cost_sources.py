@@ -8,7 +8,7 @@ from math import inf, isfinite
 from pathlib import Path
 
 from megatron.fold3d.config.spelling import flag_of
-from megatron.fold3d.observe.fields import read_text
+from megatron.fold3d.observe.fields import from_file
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate
@@ -118,7 +118,6 @@ def in_numbers(args: Namespace) -> CostsOf:
 
     Raises:
         ValueError: as `costs_from`.
-        OSError: the file cannot be read.
     """
 
     @cache
@@ -130,8 +129,7 @@ def in_numbers(args: Namespace) -> CostsOf:
             costs = Costs.uniform(stages, **dict(args.seconds or ()))
             if candidate.job.steps_shards:
                 costs = costs.in_shards(candidate.job.parameter_share)
-        if whole := candidate.choice.stages(ranks, optimizer="replicated"):
-            costs = costs.with_replicated(whole)
+        costs = costs.with_replicated(candidate.choice.stages(ranks, optimizer="replicated"))
         nothing = Footprint(static_bytes=(0.0,) * ranks, saved_bytes=(0.0,) * stages)
         return Estimate(costs, nothing, tuple(range(ranks)))
 
@@ -142,12 +140,10 @@ def costs_from(path: Path, num_stages: int) -> Costs:
     """Return the costs in a file, those of a plan's stages.
 
     Raises:
-        ValueError: the file holds no such costs; the message begins with the path.
-        OSError: it cannot be read.
+        ValueError: the file holds no such costs, or cannot be read; the message has its path.
     """
-    text = read_text(path)
+    costs = from_file(path, Costs, "cost table")
     try:
-        costs = Costs.from_json(text)
         costs.check(num_stages)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

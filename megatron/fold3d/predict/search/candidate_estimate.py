@@ -1,14 +1,11 @@
 """The costs and the memory of a candidate, from a model and a cluster."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from megatron.fold3d.observe.breakdown import Flops
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
-from megatron.fold3d.predict.cost_model.recompute_by_stage import estimate_with_counts
-from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
 from megatron.fold3d.predict.cost_model.training_flops import training_flops
 from megatron.fold3d.predict.search.candidates import Candidate
 
@@ -26,18 +23,16 @@ def estimate_of(
         of_sizes: `estimate`, or the same from a cache.
     """
     c = candidate
-    known = of_sizes(
-        shape, cluster, c.setup, num_ranks=c.num_ranks, num_segments=c.num_segments, layers=c.layers
+    return of_sizes(
+        shape,
+        cluster,
+        c.setup,
+        num_ranks=c.num_ranks,
+        num_segments=c.num_segments,
+        layers=c.layers,
+        recompute_layers=c.recompute_layers,
+        replicated=c.choice.stages(c.num_ranks, optimizer="replicated"),
     )
-    known = estimate_with_counts(known, shape, c.setup, c.recompute_layers, c.layers)
-    stages = c.choice.stages(c.num_ranks, optimizer="replicated")
-    if not stages:
-        return known
-    split = c.layers or c.num_ranks * c.num_segments
-    more = replicated_bytes(shape, c.setup, c.num_ranks, split, stages)
-    static = map(sum, zip(known.footprint.static_bytes, more, strict=True))
-    footprint = replace(known.footprint, static_bytes=tuple(static))
-    return replace(known, costs=known.costs.with_replicated(stages), footprint=footprint)
 
 
 def flops_of(

@@ -106,7 +106,7 @@ def measured_search(
 
         return Judge(
             job=replace(job, choice=choice, shares=(), order=order),
-            costs=costs.with_replicated(whole) if job.gathers_params and whole else costs,
+            costs=costs.with_replicated(whole) if job.gathers_params else costs,
             link=Link(preemptive=preemptive, shard_shares=shard_shares),
             has_room=has_room,
             held=may_hold,
