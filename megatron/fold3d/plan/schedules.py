@@ -175,7 +175,6 @@ def build(
     """Return the compute plan of a schedule by its name on the command line.
 
     Args:
-        schedule: one of `SCHEDULES`.
         group_size: micro-batches per group of ``interleaved``; the number of ranks if None.
         forwards_ahead: forwards that a rank runs for each rank behind it, before forwards alternate
             with backwards, in ``1f1b``, ``interleaved`` and the last segment of ``aiao``;

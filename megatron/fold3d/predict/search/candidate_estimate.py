@@ -19,7 +19,6 @@ def estimate_of(
     """Return the estimate of a candidate.
 
     Args:
-        candidate: sizes, layers, recomputation and replicated segments.
         of_sizes: `estimate`, or the same from a cache.
     """
     c = candidate

@@ -42,8 +42,6 @@ def judge_of(
     Args:
         memory_bytes: a GPU's memory, which delayed weight gradients may fill; None is what the
             fullest rank holds without them.
-        fits: as in `Judge`.
-        waits_for_sends: whether stock Megatron waits for its transfers.
         connections: runs the same plan on GPUs with another number of hardware queues.
     """
     late = estimate.cuda_connections == 1

@@ -42,10 +42,8 @@ class Candidate:
 
     Attributes:
         choice: how its iterations run; of stock Megatron, its order alone.
-        num_microbatches: per iteration and replica.
         layers: of each stage; if empty, all have equally many.
         recompute_layers: how many layers each stage recomputes; if empty, what `setup` says.
-        offload: whether saved activations go to host memory.
         preemptive: whether PP.sync goes before DP.sync on a link.
         shards: what replicas keep in shards between uses, with the distributed optimizer.
         combined: whether stock runs forwards as one with backwards, to hide experts' all-to-alls.

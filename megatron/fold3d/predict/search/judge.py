@@ -28,8 +28,6 @@ class Simulated:
 
     Attributes:
         job: what ran, with the weight gradients that fill gaps, and with its shares.
-        plan: its plan, as it was simulated.
-        timeline: its iterations; the last one is steady.
     """
 
     job: Job

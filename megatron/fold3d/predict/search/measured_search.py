@@ -27,7 +27,6 @@ def predictions(*, job: Job, shards: bool = False, **question: Any) -> Predictio
     """Return what is predicted for a run.
 
     Args:
-        job: as in `measured_search`.
         shards: whether the distributed optimizer is predicted too.
         question: the other arguments of `measured_search`.
     """
@@ -57,16 +56,9 @@ def measured_search(
     """Return the search of a run that has measured ``times``; DP.sync is of all-reduces.
 
     Args:
-        times: of all stages, as they were measured.
         job: what runs, or what the flags say; what is free begins with its values. Its order, if
             it has one, has no weight gradients in gaps.
-        free: as in `Space`.
-        frees_order: whether other orders may be chosen.
-        frees_ahead: whether another number of forwards ahead may be chosen.
         keeps_forwards: whether forwards have to keep their order.
-        tied: as in `Space`.
-        shard_shares: as in `Link`.
-        preemptive: as in `Link`.
     """
     parts = zip(times.backward_s, times.recompute_s, times.weight_s, strict=True)
     costs = Costs(

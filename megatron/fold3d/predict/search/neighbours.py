@@ -121,7 +121,6 @@ def with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Ca
     and the reduce-scatters less time than the backwards.
 
     Args:
-        candidate: nothing is yielded for one that cannot have them.
         tied: whether the model's ends share word embeddings, so that both are replicated or none.
     """
     setup, ranks = candidate.setup, candidate.num_ranks

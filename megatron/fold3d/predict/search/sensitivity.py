@@ -32,9 +32,6 @@ def gains_if_off_by_half(
     """Yield each assumption as it would be.
 
     The two configurations stay; with other numbers a search might find others.
-
-    Args:
-        cluster: the cluster, with the efficiencies that are assumed.
     """
 
     def seconds(judged: JudgedCandidate, on: Cluster, *, waits: bool = True) -> float:

@@ -152,7 +152,6 @@ class Costs:
         """Return how often an action has the collectives of a forward.
 
         Args:
-            op: `FORWARD`, `RECOMPUTE` or `BACKWARD`.
             early: whether a separate action recomputes ahead of the backward.
         """
         recomputes = op is Op.BACKWARD and not early and any(self.recompute_s[stage : stage + 1])

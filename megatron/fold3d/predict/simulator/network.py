@@ -50,7 +50,6 @@ class Network:
     """The NICs and what flows through them.
 
     Args:
-        num_nics: NICs, numbered from zero.
         above: capacities of the links between switches, in NICs.
         preemptive: messages take all the bandwidth they can use and collectives share the rest;
             without it they share fairly.
@@ -273,8 +272,6 @@ def _max_min(
 
     Args:
         flows: emptied as they are yielded.
-        free: the free capacity of each of their links.
-        on_link: the flows of each link.
     """
     count = dict.fromkeys(free, 0)
     for flow in flows:
