@@ -13,8 +13,7 @@ from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
-from megatron.fold3d.predict.search.candidate_estimate import estimate_of
-from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.candidates import Candidate, estimate_of
 from megatron.fold3d.predict.simulator.costs import Costs
 
 CostsOf = Callable[[Candidate], Estimate]

@@ -28,13 +28,12 @@ from megatron.fold3d.predict.search.bounds import (
     first_sync_s,
     has_exact_bytes,
 )
-from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import (
     timeline_of,
     undisturbed,
     without_grad_sync,
 )
-from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.candidates import Candidate, estimate_of
 from megatron.fold3d.predict.search.many_microbatches import (
     extended,
     iteration_s,

@@ -6,8 +6,8 @@ from functools import partial
 
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
-from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
+from megatron.fold3d.predict.search.candidates import estimate_of
 from megatron.fold3d.predict.search.many_microbatches import iteration_s
 from megatron.fold3d.predict.search.search_result import JudgedCandidate
 
