@@ -9,7 +9,6 @@ from typing import Any
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.memory import HeldSizes
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.predicted import Predictions
 from megatron.fold3d.predict.search.descent import (
@@ -80,11 +79,6 @@ def measured_search(
     if not job.gathers_params:
         costs = costs.gathered_in_steps()
 
-    def may_hold(plan: Plan) -> HeldSizes:
-        if held is None or first.held is not None:
-            return HeldSizes.counted(plan, first.held)
-        return held
-
     def judge(choice: Choice) -> Judge:
         whole = choice.stages(job.num_ranks, optimizer="replicated")
 
@@ -101,7 +95,7 @@ def measured_search(
             costs=costs.with_replicated(whole) if job.gathers_params else costs,
             link=Link(preemptive=preemptive, shard_shares=shard_shares),
             has_room=has_room,
-            held=may_hold,
+            held=held,
         )
 
     orders = [first]
