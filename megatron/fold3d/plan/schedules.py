@@ -54,10 +54,19 @@ def looped(
     forwards = [Action(s, Op.FORWARD, m) for group in groups for s in stages for m in group]
     backwards = [Action(s, Op.BACKWARD, m) for group in groups for s in stages[::-1] for m in group]
     ahead = forwards_ahead * (num_ranks - 1 - rank)
+    yield from alternate(forwards, backwards, forwards_first(groups, num_segments, ahead))
+
+
+def forwards_first(groups: Sequence[Sequence[int]], num_segments: int, ahead: int) -> int:
+    """Return how many forwards a rank of `looped` runs before forwards and backwards alternate.
+
+    Args:
+        groups: of micro-batches.
+        ahead: those that it runs ahead in the last segment.
+    """
     if num_segments > 1 and len(groups) > 1:
         ahead = min(ahead, 2 * min(map(len, groups)))
-    ahead += (num_segments - 1) * max(map(len, groups))
-    yield from alternate(forwards, backwards, ahead)
+    return ahead + (num_segments - 1) * max(map(len, groups))
 
 
 def one_f_one_b(

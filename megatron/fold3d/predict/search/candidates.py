@@ -13,7 +13,7 @@ from megatron.fold3d.plan.compile import GradSync, Job, Shards
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.pairs import num_pairs
 from megatron.fold3d.plan.schedule_word import STOCK
-from megatron.fold3d.plan.schedules import groups_of
+from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, forwards_first, groups_of
 from megatron.fold3d.policy.partition import layers_of_stages
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
@@ -159,17 +159,12 @@ class Candidate:
             whole = self.num_segments * self.num_microbatches
             return min(whole, 2 * unpaired.most_activations(rank))
         ranks, segments, microbatches = self.num_ranks, self.num_segments, self.num_microbatches
-        ahead = (self.choice.ahead or 2) * (ranks - 1 - rank)
-        if self.schedule == "1f1b":
-            most = ranks - rank
-        elif self.schedule == "interleaved":
-            groups = groups_of(microbatches, self.choice.group or ranks, ranks)
-            most = ahead + (segments - 1) * max(map(len, groups)) + 1
-        else:
-            most = (segments - 1) * microbatches + min(microbatches, ahead + 1)
-            if self.offload:  # what computes, what leaves, what comes back
-                return min(most, 3)
-        return min(most + self.combined, segments * microbatches)
+        if self.offload:  # what computes, what leaves, what comes back
+            return min(3, segments * microbatches)
+        groups = groups_of(microbatches, self.group, ranks)
+        ahead = (self.choice.ahead or FORWARDS_AHEAD.get(self.schedule, 2)) * (ranks - 1 - rank)
+        most = forwards_first(groups, segments, ahead) + 1 + self.combined
+        return min(most, segments * microbatches)
 
 
 def estimate_of(
