@@ -89,11 +89,6 @@ class Bounds:
         return self._synced_s(waits_for_norm=True)
 
     @property
-    def exposed_s(self) -> tuple[float, ...]:
-        """How long each rank's reductions outlast its computations at least, if steps wait."""
-        return tuple(rank.exposed_s() for rank in self._ranks)
-
-    @property
     def order_s(self) -> float:
         """Whatever the order of computation, without DP.sync."""
         return order_s(self._costs, self._plan.num_microbatches, self._nics)
