@@ -7,8 +7,6 @@ from megatron.fold3d.plan.schedule_word import Segments
 from megatron.fold3d.predict.cost_model.sizes import Order
 from megatron.fold3d.predict.search.candidates import Assumption, Candidate
 
-SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)  # one share for all segments; auto has one for each
-
 
 def neighbours(
     candidate: Candidate, num_layers: int, assumed: Set[Assumption] = frozenset()
@@ -17,11 +15,6 @@ def neighbours(
     yield from _with_other_groups(candidate)
     yield from _with_a_lighter_end(candidate, num_layers)
     yield from with_other_sums(candidate)
-    choice = candidate.choice
-    shares_are_open = choice.carries and choice.share is None
-    if shares_are_open and not candidate.setup.distributed_optimizer and len(choice.segments) > 1:
-        for share in SHARES:
-            yield candidate.with_options(share=share)
     yield from _with_other_forwards_ahead(candidate)
     yield from recomputed_and_paired(candidate, assumed)
     yield from _in_another_order(candidate)

@@ -264,7 +264,6 @@ def _with_many_queues(judge: BestFirst, candidate: Candidate) -> tuple[float, fl
 def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate, ...]:
     """Put a plainer variant of the best choice first if it is at most 1% slower.
 
-    `auto` is plainer than a given share: training measures better than a simulation predicts.
     Delaying or replicating nothing is plainer than holding memory for it to gain under 1%.
     """
     first = best[0]
@@ -275,7 +274,6 @@ def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate,
         own.changed(wgrad="backward"),
         own.changed(delayed[:-1], wgrad="backward"),
         own.changed(optimizer="sharded"),
-        own.changed(step="next").with_options(share=None),
     ):
         for choice in best[1:]:
             slow = choice.iteration_s > (1 + WORTHWHILE) * first.iteration_s
