@@ -71,11 +71,11 @@ class Costs:
     def __post_init__(self) -> None:
         for field in fields(self):
             value, per_stage = getattr(self, field.name), field.default in (MISSING, ())
-            if per_stage and isinstance(value, list):  # as files have them
-                object.__setattr__(self, field.name, tuple(value))
-            elif per_stage != isinstance(value, tuple):
+            if per_stage != isinstance(value, tuple | list):
                 form = "a list of finite numbers, one per stage" if per_stage else "one number"
                 raise ValueError(f"found {field.name}={value!r}; it is {form}")
+            if isinstance(value, list):  # as files have them
+                object.__setattr__(self, field.name, tuple(value))
 
     @classmethod
     def uniform(
