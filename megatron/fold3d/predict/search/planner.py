@@ -10,6 +10,7 @@ nothing. Training runs every candidate as it was simulated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from math import inf
@@ -232,7 +233,8 @@ def _recomputing_less(judge: BestFirst, among: Sequence[Bounded]) -> Iterator[Ca
         and not (item.candidate.is_stock or item.candidate.offload)
     )
     for item in sorted(every_layer, key=lambda item: item.bound_s)[:_COUNTED]:
-        yield _refitted(judge, item.candidate)
+        with suppress(ValueError):  # what is beside the activations was bounded more closely
+            yield _refitted(judge, item.candidate)
 
 
 def _strongest_stock(
