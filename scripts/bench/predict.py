@@ -17,9 +17,8 @@ from megatron.fold3d.plan.schedule_word import STOCK
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Setup
-from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
-from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.candidates import Candidate, estimate_of
 from scripts.bench import summary
 from scripts.bench.summary import markdown
 from scripts.bench.testbed import Link

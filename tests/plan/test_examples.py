@@ -311,23 +311,6 @@ def test_a_wrong_plan_is_refused_with_the_wrong_action_marked(text: str, reason:
     assert all(re.search(rf"\b{one}\b|{one[0]}\b", reason) for one in marked)
 
 
-OLD = "0GATHER_PARAM 0WAIT_PARAM 0F0 0B0 0REDUCE_GRAD.250 0REDUCE_GRAD 0WAIT_GRAD"
-
-
-@pytest.mark.parametrize("word", [*OLD.split(), "0WAIT_PARAM_B", "0GATHER_PARAM_B", "0REDUCE_GRAD"])
-@pytest.mark.parametrize("form", ["{}", "{},", '{{"programs": [["{}"]]}}'])
-def test_a_word_of_version_0_1_is_refused_with_the_new_ones(word: str, form: str):
-    if word in ("0F0", "0B0") or (word == "0REDUCE_GRAD" and "," in form):
-        return  # these are words still, or torch's
-    with pytest.raises(PlanError) as refused:
-        parse_plan(form.format(word).encode())
-    message = str(refused.value)
-    assert message.startswith(f"rank 0: {word!r} is a word of version 0.1; now REDUCE_GRAD is ALL_")
-    for new in ("REDUCE_SCATTER", "ALL_REDUCE:250", "STEP", "ALL_GATHER"):
-        assert new in message
-    assert len(message.splitlines()) == 1
-
-
-def test_reductions_in_a_table_that_nothing_waits_for_are_torchs():
+def test_reductions_of_a_table_are_torchs():
     plan = parse_plan(b"0F0,0B0,0REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD")
     assert plan.to_text() == "0F0 0B0 0ALL_REDUCE 0STEP\n1F0 1B0 1ALL_REDUCE 1STEP\n"

@@ -8,13 +8,12 @@ from math import inf, isfinite
 from pathlib import Path
 
 from megatron.fold3d.config.spelling import flag_of
-from megatron.fold3d.observe.fields import read_as
+from megatron.fold3d.observe.fields import from_file
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
-from megatron.fold3d.predict.search.candidate_estimate import estimate_of
-from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.candidates import Candidate, estimate_of
 from megatron.fold3d.predict.simulator.costs import Costs
 
 CostsOf = Callable[[Candidate], Estimate]
@@ -117,7 +116,6 @@ def in_numbers(args: Namespace) -> CostsOf:
 
     Raises:
         ValueError: as `costs_from`.
-        OSError: the file cannot be read.
     """
 
     @cache
@@ -129,8 +127,7 @@ def in_numbers(args: Namespace) -> CostsOf:
             costs = Costs.uniform(stages, **dict(args.seconds or ()))
             if candidate.job.steps_shards:
                 costs = costs.in_shards(candidate.job.parameter_share)
-        if whole := candidate.choice.stages(ranks, optimizer="replicated"):
-            costs = costs.with_replicated(whole)
+        costs = costs.with_replicated(candidate.choice.stages(ranks, optimizer="replicated"))
         nothing = Footprint(static_bytes=(0.0,) * ranks, saved_bytes=(0.0,) * stages)
         return Estimate(costs, nothing, tuple(range(ranks)))
 
@@ -141,16 +138,14 @@ def costs_from(path: Path, num_stages: int) -> Costs:
     """Return the costs of a plan's stages from a file.
 
     Raises:
-        ValueError: the file holds no such costs; the message begins with the path.
-        OSError: it cannot be read.
+        ValueError: the file holds no such costs, or cannot be read; the message has its path.
     """
-
-    def parse(text: str) -> Costs:
-        costs = Costs.from_json(text)
+    costs = from_file(path, Costs, "cost table")
+    try:
         costs.check(num_stages)
-        return costs
-
-    return read_as(path, parse)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return costs
 
 
 def _seconds(text: str) -> list[tuple[str, float]]:

@@ -17,8 +17,7 @@ from megatron.fold3d.observe.report.palette import SERIES
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.efficiency import source_of
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
-from megatron.fold3d.predict.search.candidate_estimate import flops_of
-from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.candidates import Candidate, flops_of
 from megatron.fold3d.predict.search.search_result import JudgedCandidate, Search
 from megatron.fold3d.predict.search.sensitivity import Case, gains_if_off_by_half
 

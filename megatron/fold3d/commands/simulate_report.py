@@ -16,7 +16,7 @@ from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.predict.cost_model.cluster import Cluster
-from megatron.fold3d.predict.search.candidate_estimate import flops_of
+from megatron.fold3d.predict.search.candidates import flops_of
 from megatron.fold3d.predict.search.judge import Simulated
 from megatron.fold3d.predict.search.settled import PredictedRun
 from megatron.fold3d.predict.simulator.lower_bound import Bounds

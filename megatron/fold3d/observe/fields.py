@@ -56,7 +56,7 @@ def parse_json(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
 
 
 def from_file[T](path: Path, kind: type[T], what: str) -> T:
-    """Return an object of a data class from a file; its ``name`` is the file's unless it has one.
+    """Return an object of a data class from a file; a ``name`` is the file's unless it has one.
 
     Args:
         path: a TOML file with one ``field = value`` per line, or a JSON file with one object.
@@ -86,8 +86,9 @@ def from_file[T](path: Path, kind: type[T], what: str) -> T:
         raise ValueError(
             f"{path} has unknown fields {', '.join(unknown)}; known are {', '.join(sorted(known))}"
         )
+    named = {"name": path.stem} if "name" in known else {}
     try:
-        return kind(**{"name": path.stem, **found})
+        return kind(**named | found)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
-from megatron.fold3d.plan.ir import WHOLE
-from megatron.fold3d.plan.ops import PART_OPS, TABLE, WEIGHT_OPS, Place
+from megatron.fold3d.plan.memory import changes
+from megatron.fold3d.plan.ops import PART_OPS, TABLE, Op, Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,45 +81,26 @@ _Change = tuple[float, float]  # when, by how many bytes
 
 
 def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Change]:
-    working = footprint.working_bytes
-    actions = [action for *_, action, _ in spans if action]
-    split = {action.stage for action in actions if action.op in WEIGHT_OPS}
-    microbatches = 1 + max((a.microbatch or 0 for a in actions if a.op not in PART_OPS), default=0)
-    done: dict[int, float] = {}  # by stage, the parts of weight gradients
-    delayed = {stage: footprint.delayed_bytes[stage] for stage in split if footprint.delayed_bytes}
-    early = {a[::2] for a in actions if TABLE[a.op].takes == "recomputed"}  # stage, micro-batch
+    sizes = {
+        "saved": footprint.saved_bytes,
+        "delayed": footprint.delayed_bytes,
+        "working": footprint.working_bytes,
+        "recomputed": footprint.recomputed_bytes,
+    }
+    held = [span for span in spans if span.action and span.lane in (Lane.COMPUTE, Lane.COPY)]
+    program = tuple(span.action for span in held if span.action)
+    last = max((a.microbatch or 0 for a in program if a.op not in PART_OPS), default=0)
     freed = dict[int, float]()  # by stage, what its first backward takes again
-    for lane, start_s, end_s, action, _ in spans:
-        if action is None or lane not in (Lane.COMPUTE, Lane.COPY):
-            continue
-        saved, takes = footprint.saved_bytes[action.stage], TABLE[action.op].takes
-        if takes == "saved":
-            yield start_s, saved
-            if footprint.freed_bytes and lane is Lane.COMPUTE and action.microbatch == 0:
-                freed[action.stage] = footprint.freed_bytes[action.stage]
-                yield start_s, -freed[action.stage]
-        elif takes == "on_host":
-            yield end_s, -saved
-        elif takes == "recomputed":
-            if footprint.recomputed_bytes:
-                yield start_s, footprint.recomputed_bytes[action.stage]
-        elif takes == "gradient":
-            yield end_s, delayed.get(action.stage, 0.0) - saved
-            if action.stage in freed:
-                yield start_s, freed.pop(action.stage)
-            if action[::2] in early:
-                if footprint.recomputed_bytes:
-                    yield end_s, -footprint.recomputed_bytes[action.stage]
-            elif working:
-                yield start_s, working[action.stage]
-                yield end_s, -working[action.stage]
-        elif action.op not in PART_OPS:
-            yield end_s, -delayed.get(action.stage, 0.0)
-        else:
-            part = (action.microbatch or 0) / WHOLE
-            begun = done.get(action.stage, 0.0) % 1.0  # a new iteration begins at zero
-            yield end_s, -microbatches * (part - begun) * delayed.get(action.stage, 0.0)
-            done[action.stage] = part
+    for span, (action, begin, end) in zip(held, changes(program, 1 + last), strict=True):
+        for at_s, some in ((span.start_s, begin), (span.end_s, end)):
+            for what, stage, number in some:
+                if by_stage := sizes.get(what):
+                    yield at_s, number * by_stage[stage]
+        if footprint.freed_bytes and action.op is Op.FORWARD and action.microbatch == 0:
+            freed[action.stage] = footprint.freed_bytes[action.stage]
+            yield span.start_s, -freed[action.stage]
+        elif action.op is Op.BACKWARD and action.stage in freed:
+            yield span.start_s, freed.pop(action.stage)
 
 
 def _at_step(spans: Sequence[Span], more_bytes: float) -> Iterator[_Change]:

@@ -46,7 +46,6 @@ _FORMS = {  # by word, colon, and whether a number follows
         OpScope.STAGE: (("", False),),
     }[row.scope]
 }
-_OLD_WORDS = re.compile(r"[0-9]+(REDUCE_GRAD(\.[0-9]+)?|WAIT_GRAD|(GATHER|WAIT)_PARAM(_B)?)")
 
 
 @contextmanager
@@ -108,13 +107,6 @@ class Action(NamedTuple):
                 number is None or not colon or (digits[0] != "0" and number <= WHOLE)
             ):
                 return cls(int(stage), op, None if op in SUM_OPS and number == WHOLE else number)
-        if _OLD_WORDS.fullmatch(text):
-            raise PlanError(
-                f"{shortened(text)} is a word of version 0.1; now REDUCE_GRAD is ALL_REDUCE or, "
-                "where replicas step shards, REDUCE_SCATTER; REDUCE_GRAD.250 is ALL_REDUCE:250, "
-                "WAIT_GRAD is STEP, GATHER_PARAM is ALL_GATHER, and WAIT_PARAM is left out: what "
-                "reads parameters waits for them"
-            )
         raise PlanError(
             f"{shortened(text)} is not an action; write <stage><op><microbatch> such as 2F0 or "
             f"1SEND_B3, or <stage><op> for {', '.join(sorted(STAGE_OPS | SUM_OPS))}; a part of "

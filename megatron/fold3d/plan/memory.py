@@ -2,25 +2,93 @@
 
 ==============  =====================================================  ===========
 saved           what a forward keeps for its backward, on the device   micro-batch
+delayed         what a backward keeps for its weight gradients         micro-batch
+working         what a backward that recomputes holds while it runs    micro-batch
 recomputed      what an early recomputation holds for its backward     micro-batch
 on_host         saved activations in host memory                       micro-batch
 parameter       whole parameters                                       stage
 gradient        whole gradients                                        stage
 ==============  =====================================================  ===========
+
+`changes` is the only way through a program that counts micro-batches: plans, traces and simulated
+iterations weigh what it yields.
 """
 
-from collections import Counter, deque
-from collections.abc import Container, Iterable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 
-from megatron.fold3d.plan.ir import WHOLE, Op, Plan, Program, carried
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
 from megatron.fold3d.plan.ops import COPY_OPS, FREE_OPS, TABLE
+from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 
-_Held = tuple[int, int | None]
-"""Stage and micro-batch of something in memory."""
+Change = tuple[str, int, float]
+"""A word of the table above, a stage, and how many micro-batches more are held."""
 Moment = tuple[int, tuple[int, ...]]
 """The segment of a running backward, and the micro-batches that each segment holds meanwhile."""
+_PER_MICROBATCH = frozenset({"saved", "delayed", "recomputed", "on_host"})
+_LEAST = 1e-6  # of a micro-batch
+
+
+def changes(
+    program: Program, num_microbatches: int
+) -> Iterator[tuple[Action, list[Change], list[Change]]]:
+    """Yield each action with what it takes when it begins, and what changes when it ends."""
+    split, done = split_stages(program), defaultdict[int, int](int)  # by stage, of its parts
+    away = {(stage, m) for stage, op, m in program if op is Op.OFFLOAD}
+    some = {"recomputed": recomputed(program), "on_host": away}
+    for action in program:
+        stage, op, microbatch = action
+        row, mine = TABLE[op], (stage, microbatch)
+        begin: list[Change] = [(row.takes, stage, 1)] if row.takes in _PER_MICROBATCH else []
+        given = (what for what in row.gives if what in _PER_MICROBATCH)
+        end: list[Change] = [(w, stage, -1) for w in given if w not in some or mine in some[w]]
+        if op is Op.BACKWARD:
+            if stage in split:  # its weight gradients still read it
+                end.append(("delayed", stage, 1))
+            if mine not in some["recomputed"]:
+                begin.append(("working", stage, 1))
+                end.append(("working", stage, -1))
+        elif op is Op.WEIGHT_PART:  # of every micro-batch; a new iteration begins at zero
+            part = action.end - done[stage] % WHOLE
+            end = [("delayed", stage, -num_microbatches * part / WHOLE)]
+            done[stage] = action.end
+        yield action, begin, end
+
+
+def peak(
+    program: Program,
+    num_microbatches: int,
+    sizes: Mapping[str, Callable[[int], float]],
+    *,
+    depth: int = 1,
+) -> float:
+    """Return the most that a rank holds at once.
+
+    Args:
+        sizes: by word, what a micro-batch of a stage counts; what is not named counts nothing.
+        depth: after how many computations a copy has freed memory.
+    """
+
+    def weigh(some: Iterable[Change]) -> float:
+        return sum(n * sizes[what](stage) for what, stage, n in some if what in sizes)
+
+    now = most = 0.0
+    leaving: deque[list[Change]] = deque([] for _ in range(depth))
+    for action, begin, end in changes(program, num_microbatches):
+        now += weigh(begin)
+        most = max(most, now)
+        if action.op in COPY_OPS:
+            leaving[-1] += end
+            continue
+        now += weigh(end)
+        if action.op is Op.FORWARD or action.op is Op.BACKWARD:
+            now += weigh(leaving.popleft())
+            leaving.append([])
+        most = max(most, now)
+    return most
 
 
 def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
@@ -29,9 +97,11 @@ def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
     Paper eqs. 6-7 multiply this count by the bytes of one activation. An offloaded activation
     leaves the device after the rank's next ``depth`` computations, and is back when its RELOAD
     begins: see `add_offload`. If weight gradients are delayed, an activation stays until its weight
-    gradients are computed.
+    gradients are computed; parts of many count like some whole ones.
     """
-    return tuple(_peak(program, "saved", depth=depth) for program in plan.programs)
+    sizes = dict.fromkeys(("saved", "delayed"), lambda stage: 1.0)
+    peaks = (peak(p, plan.num_microbatches, sizes, depth=depth) for p in plan.programs)
+    return tuple(ceil(most - _LEAST) for most in peaks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,27 +129,8 @@ class HeldSizes:
 
     def peaks(self, plan: Plan) -> list[float]:
         """Return the most that each rank of a plan holds at once."""
-        from megatron.fold3d.plan.parts import part_begins
-
-        peaks = []
-        for program in plan.programs:
-            split = split_stages(program)
-            now = peak = 0.0
-            begins = part_begins(program) if split else {}
-            for action in program:
-                stage, op, _ = action
-                if op is Op.FORWARD:
-                    now += self.saved[stage]
-                elif op is Op.BACKWARD:
-                    now += (self.delayed[stage] if stage in split else 0.0) - self.saved[stage]
-                elif op is Op.WEIGHT:
-                    now -= self.delayed[stage]
-                elif op is Op.WEIGHT_PART:
-                    part = (action.end - begins[action]) / WHOLE
-                    now -= plan.num_microbatches * part * self.delayed[stage]
-                peak = max(peak, now)
-            peaks.append(peak)
-        return peaks
+        sizes = {"saved": self.saved.__getitem__, "delayed": self.delayed.__getitem__}
+        return [peak(program, plan.num_microbatches, sizes) for program in plan.programs]
 
 
 def fullest(program: Program, num_ranks: int, num_segments: int) -> tuple[Moment, ...]:
@@ -113,7 +164,8 @@ def peak_recomputed(plan: Plan) -> tuple[int, ...]:
 
     From its `R` until its backward, each holds as much as a forward without recomputation.
     """
-    return tuple(_peak(program, "recomputed") for program in plan.programs)
+    one = {"recomputed": lambda stage: 1.0}
+    return tuple(int(peak(program, plan.num_microbatches, one)) for program in plan.programs)
 
 
 def peak_resident(
@@ -158,57 +210,13 @@ def peak_on_host(program: Program, bytes_of_stage: Mapping[int, int]) -> Counter
     An activation counts from its OFFLOAD until its backward, by which its RELOAD has ended. Stages
     that are not in ``bytes_of_stage`` do not count.
     """
-    peaks: Counter[int] = Counter()
-    for size in set(bytes_of_stage.values()):
-        stages = {stage for stage, own in bytes_of_stage.items() if own == size}
-        peaks[size] = _peak(program, "on_host", stages)
-    return +peaks
+
+    def most(size: int) -> int:
+        held = {"on_host": lambda stage: float(bytes_of_stage.get(stage) == size)}
+        return int(peak(program, 0, held))
+
+    return +Counter({size: most(size) for size in set(bytes_of_stage.values())})
 
 
 def _has_any(program: Program, ops: Iterable[Op]) -> bool:
     return not {op for _, op, _ in program}.isdisjoint(ops)
-
-
-def _peak(
-    program: Program,
-    what: str,
-    stages: Container[int] | None = None,
-    *,
-    depth: int = 1,
-) -> int:
-    """Return the most micro-batches for which a rank holds ``what`` at once, in these stages.
-
-    An action takes memory when it begins, and gives memory back when it ends. A copy frees memory
-    ``depth`` computations later.
-    """
-    now = peak = 0
-    split = split_stages(program) if what == "saved" else frozenset()
-    held: Counter[_Held] = Counter()
-    in_parts: dict[int, int] = {}  # by stage, the micro-batches of its parts
-    leaving: deque[list[_Held]] = deque([] for _ in range(depth))
-    for action in program:
-        row = TABLE[action.op]
-        mine = action.stage, action.microbatch
-        taken = [mine] if row.takes == what else []
-        held.update(taken)
-        given = [mine] if what in row.gives else []
-        if action.op is Op.BACKWARD and action.stage in split:  # its weight gradients still read it
-            given = []
-        elif action.op is Op.WEIGHT_PART:  # a part of every micro-batch counts like some whole ones
-            own = [each for each in held if each[0] == action.stage and held[each]]
-            whole = in_parts.setdefault(action.stage, len(own))
-            left = whole - whole * action.end // WHOLE
-            given = own[: len(own) - left] if what in row.gives else []
-        if action.op in COPY_OPS:
-            leaving[-1] += given
-            given = []
-        elif action.op is Op.FORWARD or action.op is Op.BACKWARD:
-            given += leaving.popleft()
-            leaving.append([])
-        given = [each for each in given if held[each]]
-        held.subtract(given)
-        if taken or given:
-            now += sum(stages is None or stage in stages for stage, _ in taken)
-            peak = max(peak, now)
-            now -= sum(stages is None or stage in stages for stage, _ in given)
-    return peak

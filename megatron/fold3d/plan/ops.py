@@ -151,12 +151,12 @@ TABLE: Mapping[Op, Row] = {
     Op.WEIGHT: Row(
         *(_M, Place.COMPUTE, "weight gradient", "weight", "weight_s"),
         needs=(Need(Op.BACKWARD),),
-        gives=("saved",),
+        gives=("delayed",),
     ),
     Op.WEIGHT_PART: Row(
         *(_P, Place.COMPUTE, "weight gradient", "weight", "weight_s"),
         needs=(Need(Op.BACKWARD, Which.EVERY),),
-        gives=("saved",),
+        gives=("delayed",),
     ),
     Op.SEND_F: Row(
         *(_M, Place.SEND, "PP.sync of its forward", "p2p"),

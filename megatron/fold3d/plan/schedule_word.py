@@ -51,8 +51,6 @@ class Part:
     """One choice beside the order.
 
     Attributes:
-        key: a key of `VALUES`.
-        value: as it is spelled.
         segments: the segments that have the value, in ascending order; None is all.
     """
 

@@ -22,26 +22,71 @@ from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
 _MOST_FORWARDS = 10_000_000  # about 10 GB of actions, with their backwards and transfers
 
 
+def looped(
+    rank: int,
+    num_ranks: int,
+    num_segments: int,
+    num_microbatches: int,
+    *,
+    group_size: int,
+    forwards_ahead: int = 2,
+) -> Iterator[Action]:
+    """Yield all schedules but a few: groups of micro-batches pass through a rank's segments.
+
+    Groups of ``group_size`` micro-batches pass through all segments before the next group starts.
+    In the last segment, rank r of p runs ``forwards_ahead (p - 1 - r)`` forwards ahead. From there
+    on it alternates forwards and backwards, so each backward runs as soon as possible.
+
+    - A group of p and 2 forwards ahead are Megatron's interleaved 1F1B (Megatron Sec. 2.2.2), its
+      ``--microbatch-group-size-per-virtual-pipeline-stage`` another group. Any number of
+      micro-batches runs, including those that Megatron refuses: see `groups_of`. If there are
+      several groups, a rank runs at most two groups ahead, since the last rank sends inputs for a
+      third group too late.
+    - One group of all is AIAO (Sec. III-B), with 2 forwards ahead also Megatron's breadth-first. A
+      rank holds at most ``2 (p - 1 - r) + 1`` of the last segment's activations, and the last rank
+      only one micro-batch's logits. Algorithm 1 as printed runs m forwards ahead: `afab`, which
+      takes the same time and holds all.
+    - One segment and 1 forward ahead is 1F1B (Megatron Sec. 2.2), which exposes every transfer.
+      More forwards ahead can hide transfers, in every schedule: see `policy.forwards_ahead`.
+    """
+    stages = range(rank, num_ranks * num_segments, num_ranks)
+    groups = groups_of(num_microbatches, group_size, num_ranks)
+    forwards = [Action(s, Op.FORWARD, m) for group in groups for s in stages for m in group]
+    backwards = [Action(s, Op.BACKWARD, m) for group in groups for s in stages[::-1] for m in group]
+    ahead = forwards_ahead * (num_ranks - 1 - rank)
+    yield from alternate(forwards, backwards, forwards_first(groups, num_segments, ahead))
+
+
+def forwards_first(groups: Sequence[Sequence[int]], num_segments: int, ahead: int) -> int:
+    """Return how many forwards a rank of `looped` runs before forwards and backwards alternate.
+
+    Args:
+        groups: of micro-batches.
+        ahead: those that it runs ahead in the last segment.
+    """
+    if num_segments > 1 and len(groups) > 1:
+        ahead = min(ahead, 2 * min(map(len, groups)))
+    return ahead + (num_segments - 1) * max(map(len, groups))
+
+
+def one_f_one_b(
+    rank: int, num_ranks: int, num_microbatches: int, forwards_ahead: int = 1
+) -> Iterator[Action]:
+    """Yield 1F1B: `looped` on one segment."""
+    all_ = num_microbatches
+    return looped(rank, num_ranks, 1, all_, group_size=all_, forwards_ahead=forwards_ahead)
+
+
 def afab(rank: int, num_ranks: int, num_segments: int, num_microbatches: int) -> Iterator[Action]:
     """Yield all forwards, then all backwards, one segment after the other.
 
     With one segment this is GPipe; with more it is the looped breadth-first order of
     Lamy-Poirier (2023), torch's ``ScheduleLoopedBFS`` with first-in first-out backwards.
     """
-    stages = _stages(rank, num_ranks, num_segments)
-    yield from _forwards(stages, num_microbatches)
-    yield from _backwards(stages, num_microbatches)
-
-
-def one_f_one_b(
-    rank: int, num_ranks: int, num_microbatches: int, forwards_ahead: int = 1
-) -> Iterator[Action]:
-    """Yield 1F1B on one segment: rank r runs ``p - 1 - r`` forwards ahead (Megatron Sec. 2.2).
-
-    This order exposes every transfer. With ``forwards_ahead`` n, rank r runs ``n (p - 1 - r)``
-    forwards ahead, which can hide transfers: see `policy.forwards_ahead`.
-    """
-    yield from _one_f_one_b([rank], num_microbatches, forwards_ahead * (num_ranks - 1 - rank))
+    sizes = rank, num_ranks, num_segments, num_microbatches
+    order = [*looped(*sizes, group_size=num_microbatches)]
+    yield from (action for action in order if action.op is Op.FORWARD)
+    yield from (action for action in order if action.op is Op.BACKWARD)
 
 
 def shifted_critical_path(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
@@ -55,61 +100,10 @@ def shifted_critical_path(rank: int, num_ranks: int, num_microbatches: int) -> I
     three micro-batches the last rank but one does so too. The schedule is faster than 1F1B if the
     last rank does not recompute and the others recompute early, see `recompute_early`.
     """
-    ahead = num_ranks - 1 - rank
-    program = list(_one_f_one_b([rank], num_microbatches, ahead))
-    if ahead == 1 and num_microbatches > 2:
+    program = list(one_f_one_b(rank, num_ranks, num_microbatches))
+    if rank == num_ranks - 2 and num_microbatches > 2:
         program[2:4] = reversed(program[2:4])
     yield from program
-
-
-def interleaved(
-    rank: int,
-    num_ranks: int,
-    num_segments: int,
-    num_microbatches: int,
-    group_size: int,
-    forwards_ahead: int = 2,
-) -> Iterator[Action]:
-    """Yield Megatron's interleaved 1F1B (Megatron Sec. 2.2.2).
-
-    Groups of ``group_size`` micro-batches (Megatron's
-    ``--microbatch-group-size-per-virtual-pipeline-stage``) pass through all segments before the
-    next group starts: p is Megatron's default, m is breadth-first. With one segment this is 1F1B
-    with twice the forwards ahead, for which stock Megatron has no name. Any number of
-    micro-batches runs, including those that Megatron refuses: see `groups_of`. ``forwards_ahead``
-    is Megatron's 2, or more for slower links: see `policy.forwards_ahead`. If there are several
-    groups, a rank runs at most two groups ahead, since the last rank sends inputs for a third group
-    too late.
-    """
-    stages = _stages(rank, num_ranks, num_segments)
-    groups = groups_of(num_microbatches, group_size, num_ranks)
-    forwards = [Action(s, Op.FORWARD, m) for group in groups for s in stages for m in group]
-    backwards = [Action(s, Op.BACKWARD, m) for group in groups for s in stages[::-1] for m in group]
-    ahead = forwards_ahead * (num_ranks - 1 - rank)
-    if num_segments > 1 and len(groups) > 1:
-        ahead = min(ahead, 2 * min(map(len, groups)))
-    ahead += (num_segments - 1) * max(map(len, groups))
-    yield from alternate(forwards, backwards, ahead)
-
-
-def aiao(
-    rank: int,
-    num_ranks: int,
-    num_segments: int,
-    num_microbatches: int,
-    forwards_ahead: int = 2,
-) -> Iterator[Action]:
-    """Yield all-in-all-out: all micro-batches pass one segment before the next (Sec. III-B).
-
-    Algorithm 1 as printed is `afab`. `aiao` runs each micro-batch's backward of the last segment as
-    soon as possible. It takes the same time, but a rank holds at most ``2 (p - 1 - r) + 1`` of the
-    last segment's activations instead of m, and the last rank only one micro-batch's logits.
-    Slower links need ``forwards_ahead`` above 2, see `policy.forwards_ahead`.
-    """
-    *stages, last = _stages(rank, num_ranks, num_segments)
-    yield from _forwards(stages, num_microbatches)
-    yield from _one_f_one_b([last], num_microbatches, forwards_ahead * (num_ranks - 1 - rank))
-    yield from _backwards(stages, num_microbatches)
 
 
 def zb_h1(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
@@ -175,7 +169,6 @@ def build(
     """Return the compute plan of a schedule by its name on the command line.
 
     Args:
-        schedule: one of `SCHEDULES`.
         group_size: micro-batches per group of ``interleaved``; the number of ranks if None.
         forwards_ahead: forwards that a rank runs for each rank behind it, before forwards alternate
             with backwards, in ``1f1b``, ``interleaved`` and the last segment of ``aiao``;
@@ -201,14 +194,16 @@ def build(
     if forwards_ahead is not None:
         check_forwards_ahead(forwards_ahead, schedule)
     ahead = FORWARDS_AHEAD.get(schedule, 0) if forwards_ahead is None else forwards_ahead
-    looped = (num_ranks, num_segments, num_microbatches)
+    sizes, all_ = (num_ranks, num_segments, num_microbatches), num_microbatches
     one_segment = (num_ranks, num_microbatches)
     generators: dict[str, Callable[[int], Iterable[Action]]] = {
-        "aiao": lambda rank: aiao(rank, *looped, ahead),
-        "afab": lambda rank: afab(rank, *looped),
+        "aiao": lambda rank: looped(rank, *sizes, group_size=all_, forwards_ahead=ahead),
+        "afab": lambda rank: afab(rank, *sizes),
         "1f1b": lambda rank: one_f_one_b(rank, *one_segment, ahead),
-        "interleaved": lambda rank: interleaved(rank, *looped, group_size, ahead),
-        "breadth-first": lambda rank: interleaved(rank, *looped, num_microbatches),
+        "interleaved": lambda rank: looped(
+            rank, *sizes, group_size=group_size, forwards_ahead=ahead
+        ),
+        "breadth-first": lambda rank: looped(rank, *sizes, group_size=all_),
         "shifted-critical-path": lambda rank: shifted_critical_path(rank, *one_segment),
         "zb-h1": lambda rank: zb_h1(rank, *one_segment),
         "zb-h2": lambda rank: zb_h2(rank, *one_segment),
@@ -235,10 +230,6 @@ def check_forwards_ahead(forwards_ahead: int | Literal["auto"], schedule: str) -
             f"{found}: a rank runs at least one forward ahead for each rank behind it; the default "
             f"is {FORWARDS_AHEAD[schedule]}"
         )
-
-
-def _stages(rank: int, num_ranks: int, num_segments: int) -> range:
-    return range(rank, num_ranks * num_segments, num_ranks)
 
 
 def groups_of(num_microbatches: int, group_size: int, num_ranks: int) -> list[range]:
@@ -268,19 +259,6 @@ def _split(
             yield Action(stage, Op.WEIGHT, microbatch - delayed)
     for microbatch in range(num_microbatches - delayed, num_microbatches):
         yield Action(rank, Op.WEIGHT, microbatch)
-
-
-def _forwards(stages: Iterable[int], num_microbatches: int) -> Iterator[Action]:
-    return (Action(s, Op.FORWARD, m) for s in stages for m in range(num_microbatches))
-
-
-def _backwards(stages: Sequence[int], num_microbatches: int) -> Iterator[Action]:
-    return (Action(s, Op.BACKWARD, m) for s in reversed(stages) for m in range(num_microbatches))
-
-
-def _one_f_one_b(stages: Sequence[int], num_microbatches: int, ahead: int) -> Iterator[Action]:
-    forwards = list(_forwards(stages, num_microbatches))
-    return alternate(forwards, list(_backwards(stages, num_microbatches)), ahead)
 
 
 def alternate(

@@ -16,18 +16,14 @@ from collections.abc import Iterator, Sequence
 
 from megatron.fold3d.plan.ir import Plan
 
-_ONLY_TORCHS = re.compile(r"\d(I\d|UNSHARD|RESHARD)|OVERLAP_F_B")
+_ONLY_TORCHS = re.compile(r"\d(I\d|UNSHARD|RESHARD|REDUCE_GRAD)|OVERLAP_F_B")
 _SPLIT = re.compile(r"(\d+)(I|B)(\d+)")
 _STARTED = re.compile(r"(\d+)REDUCE_GRAD")
 
 
 def is_torchs(table: str) -> bool:
-    """Return True if a CSV table has torch's words for actions.
-
-    Version 0.1 had ``REDUCE_GRAD`` as well, always with ``WAIT_GRAD``.
-    """
-    starts_alone = "REDUCE_GRAD" in table and "WAIT_GRAD" not in table
-    return starts_alone or _ONLY_TORCHS.search(table) is not None
+    """Return True if a CSV table has torch's words for actions."""
+    return _ONLY_TORCHS.search(table) is not None
 
 
 def in_our_words(table: str) -> str:

@@ -46,7 +46,6 @@ def rings_are_buffered(message_bytes: float, backend: str) -> bool:
     arrive there then cost DP.sync the longer of both times, and otherwise their sum.
 
     Args:
-        message_bytes: of one GPU's message.
         backend: torch's name of the library that runs the ring.
     """
     return message_bytes <= RING_BUFFER_BYTES.get(backend, 0)

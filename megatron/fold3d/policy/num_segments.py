@@ -14,7 +14,6 @@ class Segments:
     """A number of segments and the reason for it.
 
     Attributes:
-        reason: why so many.
         layers: the number of layers of each stage, where the numbers differ.
     """
 
@@ -35,9 +34,6 @@ def by_rule(
 
     Args:
         options: numbers of segments that divide the layers.
-        compute_s: one iteration's computation of a rank.
-        message_s: one micro-batch's message between two ranks.
-        grad_sync_s: DP.sync of all of a rank's gradients.
     """
     microbatches = num_microbatches
     hidden_s = {
@@ -57,7 +53,6 @@ def by_iteration_time(iteration_s: Mapping[int, float], tolerance: float) -> Seg
     """Return the number of segments with the shortest iteration; among equals, the fewest.
 
     Args:
-        iteration_s: one iteration, by number of segments.
         tolerance: the relative difference up to which two times count as equal.
     """
     shortest_s = min(iteration_s.values()) * (1 + tolerance)

@@ -28,8 +28,6 @@ class OffloadTimes:
         activation_bytes: the bytes of the largest activation, that of one (segment, micro-batch).
         held: the most of them on the device at once.
         spare_bytes: device memory that was never used; None where the device has none of its own.
-        offload_s: one activation's copy to the host.
-        reload_s: its copy back.
     """
 
     activation_bytes: int
@@ -51,7 +49,6 @@ def choose_offload(program: Program, measured: OffloadTimes, *, sparing: bool) -
     """Return how many activations to offload, and the smallest depth that hides their copies.
 
     Args:
-        measured: the times and bytes that this rank has measured.
         sparing: offload no more than memory requires, and only as much as computations hide;
             otherwise offload all, and hide nearly as much as memory allows.
     """

@@ -55,7 +55,6 @@ class Partition:
 
     Attributes:
         is_exact: whether every layout that fits was tried or cannot be better.
-        simulated: the number of layouts whose iteration was simulated.
     """
 
     layers: Layers
@@ -188,7 +187,6 @@ def _layouts(
     Args:
         num_layers: layers that are left for the following stages.
         most: layers that each rank has room for in addition to those of ``begun``.
-        begun: layers of the stages before.
     """
     if not num_stages:
         if not num_layers:

@@ -22,7 +22,6 @@ class StageBytes(NamedTuple):
     """The bytes that one micro-batch's forward of a stage keeps for its backward.
 
     Attributes:
-        recomputed: the bytes if all layers are recomputed.
         kept: the bytes that each layer adds if it is not recomputed.
     """
 
@@ -85,7 +84,6 @@ def fewest_counts(
     Among several such choices, take the one with the lowest peak memory.
 
     Args:
-        stages: the stages of the rank, as measured or predicted.
         limit: the most bytes that saved activations may take with what is beside them.
         beside: bytes that stay, such as parameters.
         in_backwards: whether the layer that a backward recomputes counts. Where weight gradients

@@ -21,12 +21,7 @@ def in_shards(begin: int, end: int, size: int) -> Iterator[tuple[int, int, int]]
 
 
 def in_turns(sizes: Sequence[int], there: Sizes) -> list[int]:
-    """Return the order of parameters, as indices.
-
-    Args:
-        sizes: what each parameter costs.
-        there: how many of its gradients lie in each shard.
-    """
+    """Return the order of parameters, as indices."""
     complete = [0] * max(map(len, there), default=0)
     left, order = list(range(len(sizes))), list[int]()
     while left:
@@ -45,10 +40,6 @@ def started_shares(num_layers: int, num_replicas: int) -> tuple[tuple[float, flo
 
     It is that of equal transformer layers. If each part is reduced to its owner, the shares are
     equal, and the result is empty.
-
-    Args:
-        num_layers: of the segment on one rank.
-        num_replicas: shards of its gradients.
     """
     if not 1 < num_replicas <= MOST_BALANCED or not num_layers:
         return ()

@@ -114,7 +114,7 @@ def test_weight_gradients_between_backwards_stay_apart():
     ("old", "new", "problem"),
     [
         ("0ALL_REDUCE:500", "0ALL_REDUCE:501", "0ALL_REDUCE:501 for 0W:1000"),
-        ("0B1 0W:500", "0W:500 0B1", "rank 0 at 0W:500"),
+        ("0B1 0W:500", "0W:500 0B1", "rank 0 waits at 0W:500 for 0B1"),
         ("0W:1000", "0W:900", "0W:900 is the last part"),
         (
             "0W:500 0ALL_REDUCE:500 0W:1000",

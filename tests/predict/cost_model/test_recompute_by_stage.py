@@ -9,10 +9,7 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
-from megatron.fold3d.predict.cost_model.recompute_by_stage import (
-    estimate_with_counts,
-    fewest_recomputed,
-)
+from megatron.fold3d.predict.cost_model.recompute_by_stage import fewest_recomputed
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.plans import planned
@@ -29,14 +26,14 @@ SETUP = Setup(
 PLAN = planned(build("aiao", num_ranks=P, num_segments=NS, num_microbatches=M))
 
 
-def known(recompute: Recompute) -> Estimate:
+def known(recompute: Recompute, counts: tuple[int, ...] = ()) -> Estimate:
     setup = replace(SETUP, recompute=recompute)
-    return estimate(SHAPE, CLUSTER, setup, num_ranks=P, num_segments=NS)
+    sizes = {"num_ranks": P, "num_segments": NS, "recompute_layers": counts}
+    return estimate(SHAPE, CLUSTER, setup, **sizes)
 
 
 def test_recomputing_nothing_costs_what_it_does_without_recomputation():
-    full, none, zeros = known("full"), known("none"), (0,) * (P * NS)
-    found = estimate_with_counts(full, SHAPE, SETUP, zeros)
+    none, found = known("none"), known("full", (0,) * (P * NS))
     assert found.costs.backward_s == pytest.approx(none.costs.backward_s)
     assert not any(found.costs.recompute_s)
     assert found.footprint.saved_bytes == pytest.approx(none.footprint.saved_bytes)
@@ -44,16 +41,15 @@ def test_recomputing_nothing_costs_what_it_does_without_recomputation():
 
 
 def test_recomputing_everything_changes_nothing():
-    full = known("full")
     counts = tuple(len(layers) for layers in SHAPE.stage_layers(P * NS))
-    assert estimate_with_counts(full, SHAPE, SETUP, counts) == full
+    assert known("full", counts) == known("full")
 
 
 def test_the_fewest_that_fit_are_faster_and_never_exceed_the_memory():
     full = known("full")
     usable = 0.85 * CLUSTER.gpu_memory_bytes
     counts = fewest_recomputed(PLAN, SHAPE, SETUP, full.footprint, usable)
-    found = estimate_with_counts(full, SHAPE, SETUP, counts)
+    found = known("full", counts)
     timeline = simulate(PLAN, found.costs)
     peaks = [rank.device_peak for rank in memory(timeline, found.footprint)]
     assert max(peaks) <= usable

@@ -7,7 +7,7 @@ from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
-from megatron.fold3d.predict.cost_model.sizes import Setup, replicated_bytes
+from megatron.fold3d.predict.cost_model.sizes import Setup, held_parameters
 from megatron.fold3d.predict.search import best_first
 from megatron.fold3d.predict.search.best_first import BestFirst
 from megatron.fold3d.predict.search.candidates import Candidate
@@ -52,7 +52,8 @@ def test_replicated_segments_are_reduced_for_longer_gathered_never_and_held_whol
     assert found.costs.param_gather_s == tuple(
         0.0 if whole else s for s, whole in zip(sharded.costs.param_gather_s, in_full, strict=True)
     )
-    more = replicated_bytes(SMALL, AIAO.setup, 2, 6, (2, 3))
+    held, others = held_parameters(SMALL, AIAO.setup, 6), 1 - 1 / AIAO.setup.num_replicas
+    more = [held[stage].dense * others * AIAO.setup.optimizer_bytes for stage in (2, 3)]
     assert min(more) > 0
     assert [
         b - a

@@ -379,16 +379,15 @@ def test_offload_is_chosen_where_aiao_fits_in_no_other_way_and_the_host_has_room
         search(narrow, full, global_batch_size=512, given=given)
 
 
-def test_a_share_that_training_measures_goes_before_one_that_is_hardly_faster():
+def test_a_search_leaves_shares_to_training():
     """On the testbed, whose runs agree: `scripts.bench.compare` in scripts/bench/LOG.md."""
     hosts = replace(cluster("testbedx4"), iteration_overhead_s=0.0945, ring_buffer_bytes=0)
     given = {"num_ranks": 2, "microbatch_size": 1, "fp32": True}
-    first, *others = search(model_shape("testbed"), hosts, global_batch_size=16, given=given).best
+    best = search(model_shape("testbed"), hosts, global_batch_size=16, given=given).best
+    first = best[0]
     assert str(first.candidate.choice) == "aiao:step=next"
     assert first.candidate.num_segments == 8
-    faster = [choice for choice in others if choice.iteration_s < first.iteration_s]
-    assert faster
-    assert all(choice.iteration_s > first.iteration_s / 1.01 for choice in faster)
+    assert not any(choice.candidate.choice.share for choice in best)
 
 
 def test_weight_gradients_are_delayed_on_request_where_that_hides_dp_sync():
@@ -481,7 +480,7 @@ def test_pairs_are_proposed_where_they_hide_more_of_the_all_to_alls_than_they_co
 
 def test_fewer_layers_are_recomputed_where_memory_allows_it():
     given = {"num_ranks": 2, "num_segments": 3, "tensor_parallel": 2, "microbatch_size": 2}
-    tight = replace(SLOW, gpu_memory_bytes=3.2e9)  # all layers recomputed take 2.4e9
+    tight = replace(SLOW, gpu_memory_bytes=1e9)  # all layers recomputed take 0.9e9
     plain, counted = (
         search(SMALL, tight, global_batch_size=64, given=given, assumed=assumed)
         for assumed in (frozenset(), frozenset({"recompute-layers"}))

@@ -7,9 +7,8 @@ from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
-from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
-from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.candidates import Candidate, estimate_of
 from megatron.fold3d.predict.search.search_result import JudgedCandidate
 from megatron.fold3d.predict.search.sensitivity import gains_if_off_by_half
 

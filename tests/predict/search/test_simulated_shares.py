@@ -10,7 +10,6 @@ from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.neighbours import SHARES
 from megatron.fold3d.predict.search.simulated_shares import auto_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
@@ -63,6 +62,6 @@ def test_no_share_for_all_segments_is_much_better(segments):
         num_ranks=2,
         num_microbatches=8,
     )
-    one_for_all = (auto.with_options(share=share) for share in SHARES)
+    one_for_all = (auto.with_options(share=share) for share in (0.6, 0.7, 0.8, 0.9, 1.0))
     best_s = min(timeline_of(candidate, known).period_s for candidate in one_for_all)
     assert timeline_of(auto, known).period_s <= 1.005 * best_s  # found: 1.004

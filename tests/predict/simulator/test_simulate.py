@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.observe.exposure import exposure, mean
+from megatron.fold3d.observe.fields import from_file
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, serial_grad_sync
@@ -183,20 +184,10 @@ def test_costs_of_another_plan_are_refused():
         simulate(built("1f1b", 2, 1, 2), Costs.uniform(2), Link(nic_of_rank=(0, 1, 2)))
 
 
-def test_costs_give_themselves_back_from_json():
-    costs = Costs.uniform(4, p2p_s=0.5, grad_sync_s=1.0)
-    assert Costs.from_json(costs.to_json()) == costs
-    with pytest.raises(ValueError, match="not costs"):
-        Costs.from_json('{"forward": 1}')
-
-
-def test_costs_of_an_older_file_are_read_under_the_old_name_of_a_field_but_not_under_both():
-    costs = replace(Costs.uniform(2), reduced_in_iteration_s=(0.25, 0.5))
-    older = costs.to_json().replace("reduced_in_iteration_s", "kept_back_s")
-    assert Costs.from_json(older) == costs
-    both = older.replace("{", '{"reduced_in_iteration_s": [0.25, 0.5],', 1)
-    with pytest.raises(ValueError, match=r"kept_back_s is the old name .*; remove kept_back_s"):
-        Costs.from_json(both)
+def test_costs_come_back_from_a_file(tmp_path):
+    costs, file = Costs.uniform(4, p2p_s=0.5, grad_sync_s=1.0), tmp_path / "costs.json"
+    file.write_text(costs.to_json())
+    assert from_file(file, Costs, "cost table") == costs
 
 
 sizes = st.tuples(st.integers(2, 4), st.integers(1, 3), st.integers(1, 5))

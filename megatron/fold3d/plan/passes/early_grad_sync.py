@@ -21,12 +21,7 @@ from megatron.fold3d.plan.ops import SUM_OPS
 
 @per_rank
 def reduce_early(program: Program, stages: Container[int]) -> Iterator[Action]:
-    """Cut weight gradients that follow all backwards of their stage into parts; reduce each part.
-
-    Args:
-        program: with DP.sync.
-        stages: stages that may be changed.
-    """
+    """Cut weight gradients behind all backwards of their stage into parts; reduce each part."""
     weights = Counter(stage for stage, op, _ in program if op is Op.WEIGHT and stage in stages)
     left = Counter(stage for stage, op, _ in program if op is Op.BACKWARD)
     apart = set()  # stages that keep their WEIGHTs: a backward follows one of them

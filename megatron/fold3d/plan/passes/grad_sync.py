@@ -34,7 +34,6 @@ def add_grad_sync(program: Program, in_shards: Container[int] = ()) -> Program:
     hooks may start the sum inside that backward (paper Algorithm 2, lines 4-10).
 
     Args:
-        program: without DP.sync of gradients.
         in_shards: stages of which each replica steps a shard; it steps other stages whole.
     """
     lowered = list(program)

@@ -20,10 +20,6 @@ def add_param_gather(plan: Plan, replicated: Container[int] = ()) -> Plan:
 
     The first all-gather is the program's first action. Each further one starts before the first
     forward of the stage before, which it overlaps. A plan with all-gathers is returned unchanged.
-
-    Args:
-        plan: the plan, usually without all-gathers.
-        replicated: stages that every replica updates in full.
     """
     if plan.has(Op.ALL_GATHER):
         return plan

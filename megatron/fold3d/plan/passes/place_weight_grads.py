@@ -54,7 +54,6 @@ def place_weight_grads(
     With equal times 1F1B becomes ZB-H1, and with twice the forwards ahead ZB-H2 (Qi et al., 2024).
 
     Args:
-        plan: a plan of forwards and backwards only.
         held: sizes, and the most that a rank holds; by default `HeldSizes.counted`.
         at_end: segments whose weight gradients follow the last backward, unless memory is full:
             the first segment's DP.sync overlaps them.
@@ -202,7 +201,6 @@ def place_as_if_equal(plan: Plan, most: int | None = None) -> Plan:
     """Place weight gradients as if all computations took equally long, when no times are known.
 
     Args:
-        plan: a plan of forwards and backwards only.
         most: the micro-batches that a rank may hold, as in `HeldSizes.counted`.
 
     Raises:
@@ -215,10 +213,6 @@ def place_as_if_equal(plan: Plan, most: int | None = None) -> Plan:
 
 def placed_orders(plan: Plan, times: StageTimes, held: HeldSizes) -> Iterator[Plan]:
     """Yield the plans worth trying, with weight gradients in different gaps, the simplest first.
-
-    Args:
-        plan: a plan of forwards and backwards only.
-        held: sizes, and the most that a rank holds.
 
     Raises:
         PlanError: no such plan fits into memory.

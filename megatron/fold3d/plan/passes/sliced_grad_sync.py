@@ -37,7 +37,6 @@ def slice_grad_sync(program: Program, shares: Sequence[float]) -> Iterator[Actio
     The size of a slice is proportional to the time of the computation that follows it.
 
     Args:
-        program: with DP.sync.
         shares: for each stage, the part of its DP.sync that is launched before the next stage's
             begins; used only if the stage's DP.sync reaches into the next iteration.
     """

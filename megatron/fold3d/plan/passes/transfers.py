@@ -61,7 +61,7 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
     """
     num_ranks, num_stages = plan.num_ranks, plan.num_stages
     programs = [[a for a in program if a.op not in P2P_OPS] for program in plan.programs]
-    results = _Results(plan, arrive_late=receives_late)
+    arrived = _Arrived(plan)
     reader: dict[tuple[int, Op], Action] = {}  # of a direction's last message
     lowered: list[list[Action]] = [[] for _ in programs]
     kept = 1 if receives_late else receives_ahead
@@ -84,7 +84,7 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
         ready = [
             (rank, action)
             for rank in running
-            if results.allow(action := programs[rank][position[rank]])
+            if arrived.allow(action := programs[rank][position[rank]])
         ]
         if not ready and not on_the_way:
             waiting = ", ".join(f"rank {r} at {programs[r][position[r]]}" for r in running)
@@ -92,14 +92,15 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
                 f"no rank can go on: {waiting}; each needs a result that comes later or never"
             )
         for action in on_the_way:
-            results.add(action, arrives=True)
+            arrived.add(action)
         on_the_way = []
         for rank, action in ready:
             position[rank] += 1
             last[rank].append(len(lowered[rank]))
             lowered[rank].append(action)
-            results.add(action)
-            if receives_late:
+            if not receives_late:
+                arrived.add(action)
+            else:
                 on_the_way.append(action)
                 if reader.get(way := (rank, action.op)) == action:
                     del reader[way]
@@ -128,36 +129,25 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
     return Plan(tuple(map(tuple, lowered)))
 
 
-class _Results:
-    """Which forwards and backwards have run, as one byte each: plans have a million of them."""
+class _Arrived:
+    """Which results their readers have, as one byte each: plans have a million of them."""
 
-    def __init__(self, plan: Plan, *, arrive_late: bool) -> None:
-        self.num_microbatches = plan.num_microbatches
-        self.last_stage = plan.num_stages - 1
-        size = plan.num_stages * plan.num_microbatches
-        self.done = {op: bytearray(size) for op in _WAY_OF}
-        self.there = {op: bytearray(size) for op in _WAY_OF} if arrive_late else self.done
+    def __init__(self, plan: Plan) -> None:
+        self.num_stages, self.num_microbatches = plan.num_stages, plan.num_microbatches
+        self.there = {op: bytearray(self.num_stages * self.num_microbatches) for op in _WAY_OF}
 
-    def add(self, action: Action, *, arrives: bool = False) -> None:
-        """Note that a result is computed, or with ``arrives`` that a late result has arrived."""
+    def add(self, action: Action) -> None:
+        """Note that the result of a computation is there, if it has one."""
         stage, op, microbatch = action
         if op in _WAY_OF:
-            at = stage * self.num_microbatches + (microbatch or 0)
-            (self.there if arrives else self.done)[op][at] = True
+            self.there[op][stage * self.num_microbatches + (microbatch or 0)] = True
 
-    def allow(self, action: Action) -> int:
-        """True if the action's input has been computed and has arrived."""
+    def allow(self, action: Action) -> bool:
+        """True if the input of a computation has arrived; other needs are the program's order."""
         stage, op, microbatch = action
-        here = stage * self.num_microbatches + (microbatch or 0)
-        if op is Op.FORWARD:
-            return stage == 0 or self.there[op][here - self.num_microbatches]
-        if op is Op.RECOMPUTE:
-            return self.done[Op.FORWARD][here]
-        if op is Op.WEIGHT:
-            return self.done[Op.BACKWARD][here]
-        if op is Op.WEIGHT_PART:
-            first = stage * self.num_microbatches
-            return all(self.done[Op.BACKWARD][first : first + self.num_microbatches])
-        return self.done[Op.FORWARD][here] and (
-            stage == self.last_stage or self.there[op][here + self.num_microbatches]
-        )
+        if (way := _WAY_OF.get(op)) is None:
+            return True
+        source = stage - way.step
+        if not 0 <= source < self.num_stages:
+            return True
+        return bool(self.there[op][source * self.num_microbatches + (microbatch or 0)])

@@ -9,7 +9,7 @@ and collectives carry the traffic of its whole node. `placement` adds the links 
 and `stragglers` makes the simulated pipeline the one with the slowest GPU.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import starmap
@@ -43,7 +43,7 @@ from megatron.fold3d.predict.cost_model.sizes import (
     working_bytes,
 )
 from megatron.fold3d.predict.cost_model.stragglers import slowdowns
-from megatron.fold3d.predict.cost_model.training_flops import recomputed_flops
+from megatron.fold3d.predict.cost_model.training_flops import recomputed_flops, recomputed_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import NO_SWITCHES, Link, Routes
 
@@ -84,12 +84,16 @@ def estimate(
     num_ranks: int,
     num_segments: int,
     layers: Sequence[int] = (),
+    recompute_layers: Sequence[int] = (),
+    replicated: Collection[int] = (),
 ) -> Estimate:
     """Return the costs of a pipeline's actions and the bytes they hold.
 
     Args:
         cluster: all of its GPUs are used.
         layers: layers of each stage; if empty, all have equally many.
+        recompute_layers: how many of them each stage recomputes; if empty, what ``setup`` says.
+        replicated: stages that every replica steps in full, although the optimizer is distributed.
 
     Raises:
         ValueError: the model cannot be split like this, or the GPUs are not those of the cluster.
@@ -104,12 +108,12 @@ def estimate(
             f"{num_ranks} pipeline ranks are {group * num_ranks} GPUs; {cluster.name} has "
             f"{cluster.num_gpus}"
         )
-    pipeline = _Pipeline(shape, cluster, setup, num_ranks, layers or num_ranks * num_segments)
-    split = pipeline.split
+    split = layers or num_ranks * num_segments
+    pipeline = _Pipeline(shape, cluster, setup, num_ranks, split, recompute_layers)
     one_queue = max(setup.tensor_parallel, setup.context_parallel) > 1
     return Estimate(
-        pipeline.costs(),
-        footprint_of(shape, setup, num_ranks, split),
+        pipeline.costs().with_replicated(replicated),
+        footprint_of(shape, setup, num_ranks, split, recompute_layers, replicated),
         nic_of_rank(cluster, setup, num_ranks),
         pipeline.synced_bytes,
         # Megatron demands one with tensor parallelism; CUDA's default is enough for our streams.
@@ -119,20 +123,36 @@ def estimate(
     )
 
 
-def footprint_of(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> Footprint:
+def footprint_of(
+    shape: ModelShape,
+    setup: Setup,
+    num_ranks: int,
+    split: Split,
+    counts: Sequence[int] = (),
+    replicated: Container[int] = (),
+) -> Footprint:
     """Return the bytes that ranks, and micro-batches of stages, hold.
 
     Args:
         split: the layers of each stage, or the number of stages with equally many.
+        counts: as ``recompute_layers`` of `estimate`, and ``replicated``.
     """
     full = setup.recompute == "full"
+    shares = recomputed_shares(shape, split, counts)
     again = shape.by_stage(lambda n: layer_bytes(shape, setup, "none", n) if full else 0.0, split)
+    saved = saved_bytes(shape, setup, split)
+    if counts:
+        layers = shape.stage_layers(split)
+        kept = layer_bytes(shape, setup, "none") - layer_bytes(shape, setup, "full")
+        each = zip(saved, layers, counts, strict=True)
+        saved = [own + (len(all_) - count) * kept for own, all_, count in each]
+    working = zip(working_bytes(shape, setup, split), shares, strict=True)
     return Footprint(
-        static_bytes=tuple(static_bytes(shape, setup, num_ranks, split)),
-        saved_bytes=tuple(saved_bytes(shape, setup, split)),
-        working_bytes=tuple(working_bytes(shape, setup, split)),
+        static_bytes=tuple(static_bytes(shape, setup, num_ranks, split, replicated)),
+        saved_bytes=tuple(saved),
+        working_bytes=tuple(own if share else 0.0 for own, share in working),
         delayed_bytes=tuple(delayed_bytes(shape, setup, split)),
-        recomputed_bytes=tuple(again),
+        recomputed_bytes=tuple(own * share for own, share in zip(again, shares, strict=True)),
     )
 
 
@@ -148,6 +168,7 @@ class _Pipeline:
     setup: Setup
     num_ranks: int
     split: Split
+    recompute_layers: Sequence[int]
 
     def costs(self) -> Costs:
         """Return the costs of all actions."""
@@ -242,10 +263,11 @@ class _Pipeline:
         setup = self.setup
         rate = self._flops_per_s * setup.context_parallel
         flops = recomputed_flops(self.shape, setup.recompute, self.split)
+        shares = recomputed_shares(self.shape, self.split, self.recompute_layers)
         full = setup.recompute == "full"
         return tuple(
-            factor * setup.microbatch_size * each / rate + (sum(s) if full else 0.0)
-            for factor, each, s in zip(slower, flops, sent_s, strict=True)
+            share * (factor * setup.microbatch_size * each / rate + (sum(s) if full else 0.0))
+            for share, factor, each, s in zip(shares, slower, flops, sent_s, strict=True)
         )
 
     def _tp_sync_s(self) -> tuple[float, ...]:

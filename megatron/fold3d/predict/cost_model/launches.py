@@ -22,7 +22,6 @@ def launches(
     """Return the number of launches of each stage.
 
     Args:
-        gradient_bytes: bytes of each stage's gradients on one GPU.
         deferred: whether DP.sync reaches into the next iteration, which cuts each bucket in slices.
     """
     cuts = cuts_every_segment(

@@ -41,9 +41,6 @@ def routes(cluster: Cluster, setup: Setup, num_ranks: int) -> Routes:
 
     Links that are never scarcer than NICs are left out.
 
-    Args:
-        setup: how the model is split, apart from its pipeline.
-
     Raises:
         ValueError: nodes of one pipeline rank are not alike.
     """

@@ -34,9 +34,6 @@ def group_bandwidths(
 
     Args:
         sizes: sizes of the groups, innermost first.
-        gpus_per_node: GPUs that share the links between nodes.
-        intra_bytes_per_s: bandwidth between two GPUs of a node.
-        inter_bytes_per_s: bandwidth between two nodes.
     """
     return tuple(
         intra_bytes_per_s

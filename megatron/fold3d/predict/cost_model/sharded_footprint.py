@@ -22,13 +22,7 @@ _FREE_GRADS = HOST_OPS - FREE_OPS
 def sharded_footprint(
     footprint: Footprint, plan: Plan, gradient_bytes: Sequence[float], setup: Setup
 ) -> Footprint:
-    """Return the footprint of a plan that frees parameters, and maybe gradients.
-
-    Args:
-        footprint: the footprint with whole parameters and gradients.
-        plan: a plan with DP.sync.
-        gradient_bytes: bytes of each stage's gradients on one GPU.
-    """
+    """Return the footprint of a plan that frees parameters, and maybe gradients."""
     late = frozenset().union(*map(_freed_late, plan.programs))
     return replace(
         footprint,
@@ -51,12 +45,7 @@ def sharded_footprint(
 
 
 def aiao_change(gradient_bytes: Sequence[float], setup: Setup, shards: Shards) -> float:
-    """Return the change of a rank's static bytes while AIAO holds activations.
-
-    Args:
-        gradient_bytes: bytes of the gradients of each of the rank's stages, on one GPU.
-        shards: whether weights, or gradients too, are kept in shards.
-    """
+    """Return the change of a rank's static bytes while AIAO holds activations."""
     if shards == "off":
         return 0.0
     plan = _of_one_rank(len(gradient_bytes), shards)

@@ -175,8 +175,14 @@ def held_parameters(shape: ModelShape, setup: Setup, split: Split) -> tuple[Held
     return tuple(map(held, shape.padded(t).stage_parameters(split)))
 
 
-def static_bytes(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> list[float]:
-    """Return, per pipeline rank, the constant bytes of parameters, gradients and optimizer."""
+def static_bytes(
+    shape: ModelShape, setup: Setup, num_ranks: int, split: Split, replicated: Container[int] = ()
+) -> list[float]:
+    """Return, per pipeline rank, the constant bytes of parameters, gradients and optimizer.
+
+    Args:
+        replicated: stages of which each replica has the whole optimizer, where it is distributed.
+    """
     # A gradient, its sum over micro-batches, and what an all-to-all brings of it.
     gradient = setup.gradient_bytes * (1 + setup.scatters_in_fp32) + 4 * setup.accumulates_in_fp32
     whole, optimizer = setup.element_bytes + gradient, setup.optimizer_bytes
@@ -184,24 +190,12 @@ def static_bytes(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) 
     if setup.distributed_optimizer:
         instances = setup.optimizer_instances
         shares = (instances / setup.num_replicas, instances / setup.num_expert_replicas)
-    stages = [
-        (held.dense + held.experts) * whole
-        + (held.dense * shares[0] + held.experts * shares[1]) * optimizer
-        for held in held_parameters(shape, setup, split)
-    ]
+    stages = []
+    for stage, held in enumerate(held_parameters(shape, setup, split)):
+        dense, experts = (1.0, 1.0) if stage in replicated else shares
+        stepped = held.dense * dense + held.experts * experts
+        stages.append((held.dense + held.experts) * whole + stepped * optimizer)
     return [sum(stages[rank::num_ranks]) for rank in range(num_ranks)]
-
-
-def replicated_bytes(
-    shape: ModelShape, setup: Setup, num_ranks: int, split: Split, stages: Container[int]
-) -> list[float]:
-    """Return, per pipeline rank, the optimizer's bytes of other replicas' shards of ``stages``."""
-    dense, experts = 1 - 1 / setup.num_replicas, 1 - 1 / setup.num_expert_replicas
-    sizes = [
-        (held.dense * dense + held.experts * experts) * (stage in stages)
-        for stage, held in enumerate(held_parameters(shape, setup, split))
-    ]
-    return [sum(sizes[rank::num_ranks]) * setup.optimizer_bytes for rank in range(num_ranks)]
 
 
 def saved_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:

@@ -21,12 +21,7 @@ _STEPS = 4000
 def slowdowns(
     cluster: Cluster, setup: Setup, num_ranks: int, stage_flops: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return, for each stage, the factor by which the slowest pipeline computes it more slowly.
-
-    Args:
-        cluster: the cluster; its `straggler_sigma` says how much GPUs differ.
-        setup: how the model is split, apart from its pipeline.
-    """
+    """Return, for each stage, the factor by which the slowest pipeline computes it more slowly."""
     sigma = cluster.straggler_sigma
     if not sigma:
         return (1.0,) * len(stage_flops)

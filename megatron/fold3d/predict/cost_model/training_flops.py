@@ -21,14 +21,9 @@ def training_flops(
         counts: how many layers each stage recomputes, if not what ``recompute`` says.
     """
     model = float(3 * sum(shape.stage_flops(1)))
-    if counts:
-        each = zip(recomputed_flops(shape, "full", split), shape.stage_layers(split), strict=True)
-        again = sum(
-            flops * count / max(1, len(layers))
-            for (flops, layers), count in zip(each, counts, strict=True)
-        )
-    else:
-        again = float(sum(recomputed_flops(shape, recompute, split)))
+    flops = recomputed_flops(shape, recompute, split)
+    shares = recomputed_shares(shape, split, counts)
+    again = sum(share * each for share, each in zip(shares, flops, strict=True))
     return Flops(model, model + again)
 
 
@@ -45,3 +40,13 @@ def recomputed_flops(shape: ModelShape, recompute: Recompute, split: Split) -> l
         return shape.layer_flops(layer) - kept
 
     return shape.by_stage(again, split)
+
+
+def recomputed_shares(
+    shape: ModelShape, split: Split, counts: Sequence[int] = ()
+) -> tuple[float, ...]:
+    """Return, per stage, the part of it that is recomputed of what would be without ``counts``."""
+    layers = shape.stage_layers(split)
+    if not counts:
+        return (1.0,) * len(layers)
+    return tuple(n / max(1, len(of_stage)) for n, of_stage in zip(counts, layers, strict=True))

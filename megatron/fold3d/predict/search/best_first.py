@@ -24,17 +24,16 @@ from megatron.fold3d.predict.cost_model.placement import routes
 from megatron.fold3d.predict.search.bounds import (
     Bounded,
     bounded,
-    earlier_s,
     exact_bytes,
+    first_sync_s,
     has_exact_bytes,
 )
-from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import (
     timeline_of,
     undisturbed,
     without_grad_sync,
 )
-from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.candidates import Candidate, estimate_of
 from megatron.fold3d.predict.search.many_microbatches import (
     extended,
     iteration_s,
@@ -67,8 +66,6 @@ class BestFirst:
         pool: processes that simulate; None simulates here.
 
     Attributes:
-        limit_bytes: what a GPU may hold.
-        host_limit_bytes: what its activations may take on the host.
         judged: all that were simulated.
     """
 
@@ -121,19 +118,14 @@ class BestFirst:
         return known.device_bytes <= self.limit_bytes and host_fits
 
     def at_least_s(self, item: Bounded) -> float:
-        """Return a tighter lower bound than the costs alone give, from a short simulation.
-
-        Only delayed weight gradients could hide the first segment's DP.sync.
-        """
+        """Return a tighter lower bound than the costs alone give, from a short simulation."""
         if item.candidate.choice.fills_gaps:  # its order is not known before it is simulated
             return item.bound_s
         alone = without_grad_sync(item.candidate)
         if alone not in self._undisturbed_s:
             simulated = partial(undisturbed, estimate=item.estimate)
             self._undisturbed_s[alone] = iteration_s(alone, item.estimate, simulated)
-        sync_s = 0.0 if alone.choice.splits else item.estimate.costs.grad_sync_s[0]
-        inside_s = earlier_s(item.candidate, item.estimate)
-        return self._undisturbed_s[alone] + max(0.0, sync_s - inside_s)
+        return self._undisturbed_s[alone] + first_sync_s(item.candidate, item.estimate)
 
     def best(
         self, among: Iterable[Bounded], top: int, limit_s: float = inf

@@ -17,6 +17,7 @@ from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change
 from megatron.fold3d.predict.search.candidate_timeline import launches_in_backward
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.lower_bound import order_s
 from megatron.fold3d.predict.simulator.pair_times import in_pairs, without_exchanges
 
 
@@ -51,47 +52,48 @@ def bounded(candidate: Candidate, estimate: Estimate, limit_bytes: float) -> Bou
 
 
 def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
-    """Bound the iteration from below by what each rank must do.
+    """Bound the iteration from below by what each rank must do, in any order.
 
-    The first micro-batch reaches a rank through the ranks before it, and the last one returns
-    through them. In between the rank computes all of its work. The first segment's DP.sync follows;
-    it may overlap delayed weight gradients. DP.sync that ends with the iteration can begin only
-    after the last segment's last backward, or during that backward if it is launched inside.
+    The first segment's DP.sync follows; it may overlap delayed weight gradients. DP.sync that ends
+    with the iteration can begin only after the last segment's last backward, or during that
+    backward if it is launched inside.
     """
-    choice = candidate.choice
-    if choice.pairs:
-        early = bool(choice.where(recompute="early"))
-        estimate = replace(estimate, costs=in_pairs(estimate.costs, early=early))
-    elif candidate.combined:
-        estimate = replace(estimate, costs=without_exchanges(estimate.costs))
+    choice, ranks = candidate.choice, candidate.num_ranks
+    early = bool(choice.where(recompute="early"))
     costs = estimate.costs
+    if choice.pairs:
+        costs = in_pairs(costs, early=early)
+    elif candidate.combined:
+        costs = without_exchanges(costs)
+    if not choice.splits:  # the weight gradients are a part of backwards
+        costs = replace(costs, weight_s=())
+    microbatches, nics = candidate.num_microbatches, estimate.nic_of_rank
     inside_s = earlier_s(candidate, estimate)
-    delayed = _delayed_segments(candidate)
-    bound_s = 0.0
-    for rank in range(candidate.num_ranks):
-        forward_s, backward_s = _there_and_back(candidate, estimate, rank)
-        compute_s = _work_s(candidate, estimate, rank)
-        stages = (segment * candidate.num_ranks + rank for segment in delayed)
-        left_s = candidate.num_microbatches * sum(costs.weight_s[stage] for stage in stages)
-        sync_s, gather_s = costs.grad_sync_s, costs.param_gather_s
-        start_s = max(forward_s, gather_s[rank])
-        synced_first_s = compute_s - left_s + backward_s + sync_s[0]
-        if choice.fills_gaps:  # those of the first segment, while its gradients go back
-            synced_first_s -= min(backward_s, candidate.num_microbatches * costs.weight_s[rank])
-        synced_first_s -= inside_s
-        bound_s = max(bound_s, start_s + max(compute_s, synced_first_s))
-        synced_s = sum(sync_s[rank :: candidate.num_ranks])
-        if choice.carries:
-            bound_s = max(bound_s, synced_s)
-        else:
-            step_s = sum(costs.optimizer_s[rank :: candidate.num_ranks])
+    bound_s = order_s(costs, microbatches, nics, early=early) + first_sync_s(candidate, estimate)
+    sync_s = [sum(costs.grad_sync_s[rank::ranks]) for rank in range(ranks)]
+    if choice.carries:
+        bound_s = max(bound_s, *sync_s)
+    else:
+        compute_s = [*map(sum, zip(costs.forward_s, costs.input_s, strict=True))]
+        for rank in range(ranks):
             # One group's backwards follow the last segment's last one.
-            *others_s, _ = costs.backward_s[rank :: candidate.num_ranks]
-            late_s = start_s + compute_s - candidate.group * sum(others_s) + synced_s
-            own_s = start_s + max(compute_s, compute_s - left_s + sync_s[rank] - inside_s)
-            bound_s = max(bound_s, own_s + step_s, late_s - inside_s + step_s)
+            *others_s, _ = costs.backward_s[rank::ranks]
+            late_s = microbatches * sum(compute_s[rank::ranks]) - candidate.group * sum(others_s)
+            before_s = sum(costs.forward_s[:rank])
+            bound_s = max(bound_s, before_s + late_s + sync_s[rank] - inside_s)
+        bound_s += min(sum(costs.optimizer_s[rank::ranks]) for rank in range(ranks))
     copies_s = _most_copied(candidate, costs.offload_s) if candidate.offload else 0.0
-    return max(bound_s, _messages_s(candidate, estimate), copies_s)
+    return max(bound_s, copies_s)
+
+
+def first_sync_s(candidate: Candidate, estimate: Estimate) -> float:
+    """Return for how long the first segment's DP.sync lasts at least, behind all computation.
+
+    Only delayed weight gradients could hide it.
+    """
+    if candidate.choice.splits:
+        return 0.0
+    return max(0.0, estimate.costs.grad_sync_s[0] - earlier_s(candidate, estimate))
 
 
 def earlier_s(candidate: Candidate, estimate: Estimate) -> float:
@@ -99,55 +101,6 @@ def earlier_s(candidate: Candidate, estimate: Estimate) -> float:
     if not launches_in_backward(candidate, estimate):
         return 0.0
     return max(estimate.costs.backward_s)
-
-
-def _there_and_back(candidate: Candidate, estimate: Estimate, rank: int) -> tuple[float, float]:
-    """Return the seconds of the first segment's forwards, and backwards, on the ranks before."""
-    costs = estimate.costs
-    hops_s = rank * min(_message_s(estimate), costs.p2p_s, costs.p2p_local_s)
-    backward_s = sum(costs.backward_s[:rank])
-    if candidate.choice.fills_gaps:
-        backward_s -= sum(costs.weight_s[:rank])
-    if candidate.choice.where(recompute="early"):
-        backward_s -= sum(costs.recompute_s[:rank])
-    return sum(costs.forward_s[:rank]) + hops_s, backward_s + hops_s
-
-
-def _work_s(candidate: Candidate, estimate: Estimate, rank: int) -> float:
-    """Return a rank's computation and, for stock, its waits for messages, in seconds."""
-    costs, stages = estimate.costs, range(rank, len(estimate.costs.forward_s), candidate.num_ranks)
-    work_s = sum(costs.forward_s[stage] + costs.backward_s[stage] for stage in stages)
-    if candidate.is_stock and not costs.sends_are_buffered and candidate.num_ranks > 1:
-        message_s = min(_message_s(estimate), costs.p2p_local_s + costs.p2p_latency_s)
-        sent = sum(stage + 1 < len(costs.forward_s) for stage in stages)
-        if candidate.schedule == "1f1b":
-            sent += sum(stage > 0 for stage in stages)
-        work_s += sent * message_s
-    return work_s * candidate.num_microbatches
-
-
-def _delayed_segments(candidate: Candidate) -> Sequence[int]:
-    """Return the segments whose weight gradients may follow all of a rank's backwards."""
-    choice = candidate.choice
-    if choice.fills_gaps:
-        return range(1, candidate.num_segments)
-    return *choice.where(wgrad="behind"), *choice.where(wgrad="last")
-
-
-def _message_s(estimate: Estimate) -> float:
-    costs, several = estimate.costs, len(set(estimate.nic_of_rank)) > 1
-    return costs.p2p_latency_s + (costs.p2p_s if several else costs.p2p_local_s)
-
-
-def _messages_s(candidate: Candidate, estimate: Estimate) -> float:
-    """Return the seconds of sends on the busiest NIC, in both directions of the pipeline."""
-    nics, sent = estimate.nic_of_rank, [0] * (1 + max(estimate.nic_of_rank))
-    for stage in range(1, len(estimate.costs.forward_s)):
-        source, target = (nics[s % candidate.num_ranks] for s in (stage - 1, stage))
-        if source != target:
-            sent[source] += 1
-            sent[target] += 1
-    return max(sent) * candidate.num_microbatches * estimate.costs.p2p_s
 
 
 def _most_copied(candidate: Candidate, of_stage: Sequence[float]) -> float:

@@ -42,25 +42,11 @@ def judge_of(
     Args:
         memory_bytes: a GPU's memory, which delayed weight gradients may fill; None is what the
             fullest rank holds without them.
-        fits: as in `Judge`.
-        waits_for_sends: whether stock Megatron waits for its transfers.
         connections: runs the same plan on GPUs with another number of hardware queues.
     """
     late = estimate.cuda_connections == 1
     sliced, choice = is_sliced(candidate, estimate), candidate.choice
     job = replace(candidate.job, receives_late=late)
-
-    def held(plan: Plan) -> HeldSizes:
-        """Return what micro-batches hold, and what is left for them on each rank's GPU."""
-        if memory_bytes is None or choice.held is not None:
-            return HeldSizes.counted(plan, choice.held)
-        known, ranks = estimate.footprint, plan.num_ranks
-        working = known.working_bytes or (0.0,) * plan.num_stages
-        left = (
-            memory_bytes - static - max(working[rank::ranks])
-            for rank, static in enumerate(known.static_bytes)
-        )
-        return HeldSizes(saved=known.saved_bytes, delayed=known.delayed_bytes, most=tuple(left))
 
     return Judge(
         job=job,
@@ -76,9 +62,22 @@ def judge_of(
             combined=candidate.combined,
         ),
         cuts_slices=sliced,
-        held=held,
+        held=_held(estimate, memory_bytes) if choice.fills_gaps else None,
         fits=fits,
     )
+
+
+def _held(estimate: Estimate, memory_bytes: float | None) -> HeldSizes | None:
+    """Return what micro-batches hold, and what is left for them on each rank's GPU, if known."""
+    if memory_bytes is None:
+        return None
+    known, ranks = estimate.footprint, len(estimate.nic_of_rank)
+    working = known.working_bytes or (0.0,) * len(known.saved_bytes)
+    left = (
+        memory_bytes - static - max(working[rank::ranks])
+        for rank, static in enumerate(known.static_bytes)
+    )
+    return HeldSizes(saved=known.saved_bytes, delayed=known.delayed_bytes, most=tuple(left))
 
 
 def timeline_of(candidate: Candidate, estimate: Estimate, **options: Any) -> Timeline:

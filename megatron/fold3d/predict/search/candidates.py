@@ -1,22 +1,25 @@
 """The planner's candidates: every split of a model that can run on a cluster."""
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
+from megatron.fold3d.observe.breakdown import Flops
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import GradSync, Job, Shards
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.pairs import num_pairs
 from megatron.fold3d.plan.schedule_word import STOCK
-from megatron.fold3d.plan.schedules import groups_of
+from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, forwards_first, groups_of
 from megatron.fold3d.policy.partition import layers_of_stages
 from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
+from megatron.fold3d.predict.cost_model.training_flops import training_flops
 
 Assumption = Literal[
     "preemptive-comm",
@@ -42,10 +45,8 @@ class Candidate:
 
     Attributes:
         choice: how its iterations run; of stock Megatron, its order alone.
-        num_microbatches: per iteration and replica.
         layers: of each stage; if empty, all have equally many.
         recompute_layers: how many layers each stage recomputes; if empty, what `setup` says.
-        offload: whether saved activations go to host memory.
         preemptive: whether PP.sync goes before DP.sync on a link.
         shards: what replicas keep in shards between uses, with the distributed optimizer.
         combined: whether stock runs forwards as one with backwards, to hide experts' all-to-alls.
@@ -158,17 +159,47 @@ class Candidate:
             whole = self.num_segments * self.num_microbatches
             return min(whole, 2 * unpaired.most_activations(rank))
         ranks, segments, microbatches = self.num_ranks, self.num_segments, self.num_microbatches
-        ahead = (self.choice.ahead or 2) * (ranks - 1 - rank)
-        if self.schedule == "1f1b":
-            most = ranks - rank
-        elif self.schedule == "interleaved":
-            groups = groups_of(microbatches, self.choice.group or ranks, ranks)
-            most = ahead + (segments - 1) * max(map(len, groups)) + 1
-        else:
-            most = (segments - 1) * microbatches + min(microbatches, ahead + 1)
-            if self.offload:  # what computes, what leaves, what comes back
-                return min(most, 3)
-        return min(most + self.combined, segments * microbatches)
+        if self.offload:  # what computes, what leaves, what comes back
+            return min(3, segments * microbatches)
+        groups = groups_of(microbatches, self.group, ranks)
+        ahead = (self.choice.ahead or FORWARDS_AHEAD.get(self.schedule, 2)) * (ranks - 1 - rank)
+        most = forwards_first(groups, segments, ahead) + 1 + self.combined
+        return min(most, segments * microbatches)
+
+
+def estimate_of(
+    shape: ModelShape,
+    cluster: Cluster,
+    candidate: Candidate,
+    of_sizes: Callable[..., Estimate] = estimate,
+) -> Estimate:
+    """Return the estimate of a candidate.
+
+    Args:
+        of_sizes: `estimate`, or the same from a cache.
+    """
+    c = candidate
+    return of_sizes(
+        shape,
+        cluster,
+        c.setup,
+        num_ranks=c.num_ranks,
+        num_segments=c.num_segments,
+        layers=c.layers,
+        recompute_layers=c.recompute_layers,
+        replicated=c.choice.stages(c.num_ranks, optimizer="replicated"),
+    )
+
+
+def flops_of(
+    shape: ModelShape, cluster: Cluster, candidate: Candidate, iteration_s: float
+) -> Flops:
+    """Return the FLOP/s of a GPU while a candidate trains."""
+    c, setup = candidate, candidate.setup
+    split = c.layers or c.num_ranks * c.num_segments
+    each = training_flops(shape, setup.recompute, split, c.recompute_layers)
+    batch = setup.microbatch_size * setup.data_parallel * c.num_microbatches
+    return each.times(batch / iteration_s / cluster.num_gpus)
 
 
 def candidates(

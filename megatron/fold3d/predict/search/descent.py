@@ -110,7 +110,6 @@ class Descent:
         most_actions: how many are simulated; the first choice is simulated in any case.
 
     Attributes:
-        first: the prediction of the choice where the search begins.
         found: what was simulated; None could not run, did not fit, or would have been too much.
 
     Raises:
@@ -252,8 +251,6 @@ def orders_worth_trying(
     """Return a choice, and it in the other orders that its model chunks can run in.
 
     Args:
-        judge: knows the sizes and the costs.
-        first: runs in stock's order.
         keeps_forwards: whether forwards have to keep their order, as with dropout.
     """
     if judge(first).job.num_ranks == 1:

@@ -28,8 +28,6 @@ class Simulated:
 
     Attributes:
         job: what ran, with the weight gradients that fill gaps, and with its shares.
-        plan: its plan, as it was simulated.
-        timeline: its iterations; the last one is steady.
     """
 
     job: Job
@@ -55,7 +53,8 @@ class Judge:
             share no queue these hold up nothing, and need not be.
         has_room: tells whether memory has room for a plan; without room it is not simulated.
         fits: tells whether memory had room for iterations; those that fit go first.
-        held: what ranks may hold of an order whose weight gradients fill gaps.
+        held: what micro-batches and ranks may hold of an order whose weight gradients fill gaps, in
+            bytes; without it, or with a limit of the choice, micro-batches are counted.
     """
 
     job: Job
@@ -66,7 +65,7 @@ class Judge:
     cuts_slices: bool = False
     has_room: Callable[[Plan], bool] = lambda plan: True
     fits: Callable[[Simulated], bool] = lambda found: True
-    held: Callable[[Plan], HeldSizes] = HeldSizes.counted
+    held: HeldSizes | None = None
 
     @property
     def num_actions(self) -> int:
@@ -116,9 +115,11 @@ class Judge:
             jobs.append(replace(self.job, receives_late=False))
         orders = [order]
         if self.job.choice.fills_gaps and not order.has(*WEIGHT_OPS):
-            times = stage_times(self.costs)
+            times, held, limit = stage_times(self.costs), self.held, self.job.choice.held
+            if held is None or limit is not None:
+                held = HeldSizes.counted(order, limit)
             with suppress(PlanError):
-                orders = [*placed_orders(order, times, self.held(order))]
+                orders = [*placed_orders(order, times, held)]
         yield from (replace(job, order=order) for job in jobs for order in orders)
 
     def _lowered(self, job: Job) -> Plan:

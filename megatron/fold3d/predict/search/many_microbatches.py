@@ -43,9 +43,7 @@ def extended(
     """Return the measures of a candidate, or None if only all of its micro-batches can tell.
 
     Args:
-        candidate: any; one with few micro-batches is not worth it.
         estimate: its costs, which do not depend on the number of micro-batches.
-        simulated: simulates the candidate with another number of them.
         measures: returns the measures of an iteration, its seconds first.
     """
     if not may_be_extended(candidate, estimate):

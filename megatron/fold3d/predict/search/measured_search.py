@@ -9,7 +9,6 @@ from typing import Any
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.memory import HeldSizes
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.predicted import Predictions
 from megatron.fold3d.predict.search.descent import (
@@ -27,7 +26,6 @@ def predictions(*, job: Job, shards: bool = False, **question: Any) -> Predictio
     """Return what is predicted for a run.
 
     Args:
-        job: as in `measured_search`.
         shards: whether the distributed optimizer is predicted too.
         question: the other arguments of `measured_search`.
     """
@@ -57,16 +55,9 @@ def measured_search(
     """Return the search of a run that has measured ``times``; DP.sync is of all-reduces.
 
     Args:
-        times: of all stages, as they were measured.
         job: what runs, or what the flags say; what is free begins with its values. Its order, if
             it has one, has no weight gradients in gaps.
-        free: as in `Space`.
-        frees_order: whether other orders may be chosen.
-        frees_ahead: whether another number of forwards ahead may be chosen.
         keeps_forwards: whether forwards have to keep their order.
-        tied: as in `Space`.
-        shard_shares: as in `Link`.
-        preemptive: as in `Link`.
     """
     parts = zip(times.backward_s, times.recompute_s, times.weight_s, strict=True)
     costs = Costs(
@@ -88,11 +79,6 @@ def measured_search(
     if not job.gathers_params:
         costs = costs.gathered_in_steps()
 
-    def may_hold(plan: Plan) -> HeldSizes:
-        if held is None or first.held is not None:
-            return HeldSizes.counted(plan, first.held)
-        return held
-
     def judge(choice: Choice) -> Judge:
         whole = choice.stages(job.num_ranks, optimizer="replicated")
 
@@ -106,10 +92,10 @@ def measured_search(
 
         return Judge(
             job=replace(job, choice=choice, shares=(), order=order),
-            costs=costs.with_replicated(whole) if job.gathers_params and whole else costs,
+            costs=costs.with_replicated(whole) if job.gathers_params else costs,
             link=Link(preemptive=preemptive, shard_shares=shard_shares),
             has_room=has_room,
-            held=may_hold,
+            held=held,
         )
 
     orders = [first]

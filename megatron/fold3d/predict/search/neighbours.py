@@ -7,8 +7,6 @@ from megatron.fold3d.plan.schedule_word import Segments
 from megatron.fold3d.predict.cost_model.sizes import Order
 from megatron.fold3d.predict.search.candidates import Assumption, Candidate
 
-SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)  # one share for all segments; auto has one for each
-
 
 def neighbours(
     candidate: Candidate, num_layers: int, assumed: Set[Assumption] = frozenset()
@@ -17,11 +15,6 @@ def neighbours(
     yield from _with_other_groups(candidate)
     yield from _with_a_lighter_end(candidate, num_layers)
     yield from with_other_sums(candidate)
-    choice = candidate.choice
-    shares_are_open = choice.carries and choice.share is None
-    if shares_are_open and not candidate.setup.distributed_optimizer and len(choice.segments) > 1:
-        for share in SHARES:
-            yield candidate.with_options(share=share)
     yield from _with_other_forwards_ahead(candidate)
     yield from recomputed_and_paired(candidate, assumed)
     yield from _in_another_order(candidate)
@@ -121,7 +114,6 @@ def with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Ca
     and the reduce-scatters less time than the backwards.
 
     Args:
-        candidate: nothing is yielded for one that cannot have them.
         tied: whether the model's ends share word embeddings, so that both are replicated or none.
     """
     setup, ranks = candidate.setup, candidate.num_ranks

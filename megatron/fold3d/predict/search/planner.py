@@ -10,6 +10,7 @@ nothing. Training runs every candidate as it was simulated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from math import inf
@@ -232,7 +233,8 @@ def _recomputing_less(judge: BestFirst, among: Sequence[Bounded]) -> Iterator[Ca
         and not (item.candidate.is_stock or item.candidate.offload)
     )
     for item in sorted(every_layer, key=lambda item: item.bound_s)[:_COUNTED]:
-        yield _refitted(judge, item.candidate)
+        with suppress(ValueError):  # what is beside the activations was bounded more closely
+            yield _refitted(judge, item.candidate)
 
 
 def _strongest_stock(
@@ -264,7 +266,6 @@ def _with_many_queues(judge: BestFirst, candidate: Candidate) -> tuple[float, fl
 def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate, ...]:
     """Put a plainer variant of the best choice first if it is at most 1% slower.
 
-    `auto` is plainer than a given share: training measures better than a simulation predicts.
     Delaying or replicating nothing is plainer than holding memory for it to gain under 1%.
     """
     first = best[0]
@@ -275,7 +276,6 @@ def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate,
         own.changed(wgrad="backward"),
         own.changed(delayed[:-1], wgrad="backward"),
         own.changed(optimizer="sharded"),
-        own.changed(step="next").with_options(share=None),
     ):
         for choice in best[1:]:
             slow = choice.iteration_s > (1 + WORTHWHILE) * first.iteration_s

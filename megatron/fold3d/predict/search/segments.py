@@ -37,7 +37,6 @@ def by_simulation(options: Iterable[int], costs: Callable[[int], Costs], job: Jo
     Args:
         options: numbers of segments that divide the layers; of equals, the lowest is taken.
         costs: returns the costs of the stages, for each number of segments.
-        job: what runs, as in `iterations`.
     """
     return by_iteration_time(
         {n: iterations(job, n, costs(n)).period_s for n in sorted(options)}, TOLERANCE
@@ -57,8 +56,6 @@ def with_layers(
 
     Args:
         num_layers: layers of the model, at least as many as there are stages.
-        costs: returns the costs of the stages, from their layers.
-        job: what runs, as in `iterations`.
         fits: whether memory has room, from iterations of the same order, the layers, and those
             that are as even as possible.
     """

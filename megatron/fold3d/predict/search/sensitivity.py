@@ -6,8 +6,8 @@ from functools import partial
 
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
-from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
+from megatron.fold3d.predict.search.candidates import estimate_of
 from megatron.fold3d.predict.search.many_microbatches import iteration_s
 from megatron.fold3d.predict.search.search_result import JudgedCandidate
 
@@ -32,9 +32,6 @@ def gains_if_off_by_half(
     """Yield each assumption as it would be.
 
     The two configurations stay; with other numbers a search might find others.
-
-    Args:
-        cluster: the cluster, with the efficiencies that are assumed.
     """
 
     def seconds(judged: JudgedCandidate, on: Cluster, *, waits: bool = True) -> float:

@@ -42,7 +42,6 @@ class PredictedRun:
         auto_ahead: whether the number of forwards ahead is.
         auto_replicated: whether the segments are that every replica steps in full.
         tied: whether the first and the last segment are then chosen alike.
-        how: how layers were chosen.
     """
 
     candidate: Candidate

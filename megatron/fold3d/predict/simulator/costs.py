@@ -5,12 +5,12 @@ these.
 """
 
 import json
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from reprlib import repr as shortened
-from typing import Any, Self
+from typing import Self
 
-from megatron.fold3d.observe.fields import is_number, parse_json
+from megatron.fold3d.observe.fields import is_number
 from megatron.fold3d.plan.ir import Op, PlanError
 
 _NEEDED = ("forward_s", "backward_s")
@@ -20,8 +20,6 @@ _PARTS = {
     "tp_sync_s": "forward",
     "ep_sync_s": "forward",
 }
-# Keys of older files.
-_RENAMED = {"kept_back_s": "reduced_in_iteration_s", "tp_collectives": "collectives"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +67,15 @@ class Costs:
     offload_s: tuple[float, ...] = ()
     """The copy of one micro-batch's saved activations of a stage to the host."""
     reload_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, per_stage = getattr(self, field.name), field.default in (MISSING, ())
+            if per_stage != isinstance(value, tuple | list):
+                form = "a list of finite numbers, one per stage" if per_stage else "one number"
+                raise ValueError(f"found {field.name}={value!r}; it is {form}")
+            if isinstance(value, list):  # as files have them
+                object.__setattr__(self, field.name, tuple(value))
 
     @classmethod
     def uniform(
@@ -145,7 +152,6 @@ class Costs:
         """Return how often an action has the collectives of a forward.
 
         Args:
-            op: `FORWARD`, `RECOMPUTE` or `BACKWARD`.
             early: whether a separate action recomputes ahead of the backward.
         """
         recomputes = op is Op.BACKWARD and not early and any(self.recompute_s[stage : stage + 1])
@@ -170,12 +176,14 @@ class Costs:
         both = zip(self.optimizer_s or nothing, self.param_gather_s, strict=True)
         return replace(self, optimizer_s=tuple(map(sum, both)), param_gather_s=())
 
-    def with_replicated(self, stages: Container[int]) -> Self:
+    def with_replicated(self, stages: Collection[int]) -> Self:
         """Return a distributed optimizer's costs if every replica steps ``stages`` in full.
 
         They are all-reduced and not gathered. A ring's all-reduce is a reduce-scatter and an
         all-gather of the same bytes.
         """
+        if not stages:
+            return self
         return replace(
             self,
             grad_sync_s=tuple(
@@ -187,48 +195,5 @@ class Costs:
         )
 
     def to_json(self) -> str:
-        """One key per field; the inverse is `from_json`."""
+        """One key per field: what ``--costs`` takes, by `from_file`."""
         return json.dumps(asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read `to_json`; missing fields get their defaults.
-
-        Keys of older files are read as the fields that replaced them.
-
-        Raises:
-            ValueError: the text is not JSON, a key is unknown, a key appears under its old and its
-                new name, or a required key is missing.
-        """
-        known = {field.name for field in fields(cls)}
-        try:
-            found = parse_json(text)
-        except ValueError as error:
-            raise ValueError(f"not costs: {error}") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"not costs: found a {type(found).__name__}; give one JSON object")
-        for old, new in _RENAMED.items():
-            if old in found and new in found:
-                raise ValueError(
-                    f"not costs: found both {old} and {new}; {old} is the old name of {new}; "
-                    f"remove {old}"
-                )
-        found = {_RENAMED.get(key, key): value for key, value in found.items()}
-        for wrong, which in (
-            (known.intersection(_NEEDED) - set(found), "lacks"),
-            (set(found) - known, "has unknown"),
-        ):
-            if wrong:
-                raise ValueError(
-                    f"not costs: {which} {', '.join(sorted(wrong))}; needed are "
-                    f"{', '.join(_NEEDED)}, known {', '.join(sorted(known))}"
-                )
-        values: dict[str, Any] = {
-            key: tuple(v) if isinstance(v, list) else v for key, v in found.items()
-        }
-        for field in fields(cls):
-            per_stage = field.default in (MISSING, ())
-            if field.name in values and per_stage != isinstance(values[field.name], tuple):
-                form = "a list of finite numbers, one per stage" if per_stage else "one number"
-                raise ValueError(f"found {field.name}={values[field.name]!r}; it is {form}")
-        return cls(**values)

@@ -52,9 +52,6 @@ class Item(NamedTuple):
 class Items:
     """Makes the items of all ranks.
 
-    Args:
-        steps: the steps of the plan, with its transfers.
-
     Attributes:
         num_facts: how many facts come true: those of the steps, and that a collective which cuts a
             computation is over.

@@ -38,8 +38,6 @@ def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = Fa
 
     Args:
         plan: if it has no transfers, those are checked that `add_p2p` adds for this many queues.
-        connections: hardware queues, ``CUDA_DEVICE_MAX_CONNECTIONS``.
-        tensor_parallel: whether collectives cut the computations.
 
     Raises:
         PlanError: ranks block each other; the message shows each rank's action, and marks it.
@@ -98,11 +96,7 @@ class _Work(NamedTuple):
 
 
 class DeviceRun:
-    """All GPUs, with the network and the events that they share.
-
-    Args:
-        steps: the steps of a plan with its transfers.
-    """
+    """All GPUs, with the network and the events that they share."""
 
     def __init__(self, steps: Steps, device: Device, iterations: int) -> None:
         self.steps, self.device = steps, device

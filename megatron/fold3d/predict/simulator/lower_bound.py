@@ -5,10 +5,63 @@ into the next iteration, which a step that waits for the norm limits.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import sub
 
 from megatron.fold3d.plan.ir import WHOLE, Plan
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.predict.simulator.costs import Costs
+
+
+def order_s(
+    costs: Costs, num_microbatches: int, nic_of_rank: Sequence[int], *, early: bool = False
+) -> float:
+    """Return what no order of computation is faster than, without DP.sync.
+
+    By computation: the first micro-batch reaches a rank through the stages before it; then the
+    rank computes all of its work; then its last input gradient returns through the same stages,
+    during which the rank may compute weight gradients. By links: a NIC sends the results of all
+    micro-batches, in both directions; before the first and after the last of these sends, other
+    ranks have work to do as well.
+
+    Args:
+        early: whether ranks may recompute before a gradient arrives.
+    """
+    nics, ranks, stages = nic_of_rank, len(nic_of_rank), range(len(costs.forward_s))
+    weight_s = costs.weight_s or (0.0,) * len(stages)
+    input_s = back_s = costs.input_s
+    if early:
+        back_s = tuple(map(sub, input_s, costs.recompute_s))
+
+    def hop_s(rank: int) -> float:
+        """From a rank to the next."""
+        local = nics[rank % ranks] == nics[(rank + 1) % ranks]
+        return costs.p2p_latency_s + (costs.p2p_local_s if local else costs.p2p_s)
+
+    hops_s = [0.0, *accumulate(map(hop_s, range(ranks - 1)))]
+    way_in_s = [*map(sum, zip(accumulate(costs.forward_s, initial=0.0), hops_s, strict=False))]
+    way_out_s = [*map(sum, zip(accumulate(back_s, initial=0.0), hops_s, strict=False))]
+    bound_s = 0.0
+    for rank in range(ranks):
+        own = stages[rank::ranks]
+        others_wait_s = num_microbatches * sum(costs.forward_s[s] + input_s[s] for s in own)
+        left_s = num_microbatches * sum(weight_s[s] for s in own)
+        bound_s = max(bound_s, way_in_s[rank] + others_wait_s + max(left_s, way_out_s[rank]))
+
+    for nic in set(nics):
+        num_sent = sum(
+            (nics[s % ranks] == nic) + (nics[(s + 1) % ranks] == nic)
+            for s in stages[:-1]
+            if nics[s % ranks] != nics[(s + 1) % ranks]
+        )
+        here = [rank for rank in range(ranks) if nics[rank] == nic]
+        first_s = min(way_in_s[rank] + costs.forward_s[rank] for rank in here)
+        # The last one to leave is read by the rank before, or by one further from the end.
+        last_s = min(way_out_s[max(0, r - 1)] + back_s[max(0, r - 1)] for r in here)
+        if num_sent:
+            link_s = num_microbatches * num_sent * costs.p2p_s + costs.p2p_latency_s
+            bound_s = max(bound_s, first_s + link_s + last_s)
+    return bound_s
 
 
 class Bounds:
@@ -17,7 +70,6 @@ class Bounds:
     Args:
         plan: whose sizes count, not its order.
         costs: of its stages. Which segments have a replicated optimizer is in them.
-        nic_of_rank: as in `Link`.
     """
 
     def __init__(self, plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None) -> None:
@@ -37,56 +89,9 @@ class Bounds:
         return self._synced_s(waits_for_norm=True)
 
     @property
-    def exposed_s(self) -> tuple[float, ...]:
-        """How long each rank's reductions outlast its computations at least, if steps wait."""
-        return tuple(rank.exposed_s() for rank in self._ranks)
-
-    @property
     def order_s(self) -> float:
-        """Whatever the order of computation, without DP.sync.
-
-        By computation: the first micro-batch reaches a rank through the stages before it; then the
-        rank computes all of its work; then its last input gradient returns through the same stages,
-        during which the rank may compute weight gradients. By links: a NIC sends the results of all
-        micro-batches, in both directions; before the first and after the last of these sends, other
-        ranks have work to do as well.
-        """
-        plan, costs, nics = self._plan, self._costs, self._nics
-        ranks, stages = plan.num_ranks, range(plan.num_stages)
-        microbatches = plan.num_microbatches
-        weight_s = costs.weight_s or (0.0,) * plan.num_stages
-        back_s = costs.input_s
-
-        def hop_s(rank: int) -> float:
-            """From a rank to the next."""
-            local = nics[rank % ranks] == nics[(rank + 1) % ranks]
-            return costs.p2p_latency_s + (costs.p2p_local_s if local else costs.p2p_s)
-
-        bound_s = 0.0
-        way_in_s, way_out_s = [], []
-        for rank in range(ranks):
-            hops_s = sum(map(hop_s, range(rank)))
-            way_in_s.append(sum(costs.forward_s[:rank]) + hops_s)
-            way_out_s.append(sum(back_s[:rank]) + hops_s)
-            own = stages[rank::ranks]
-            others_wait_s = microbatches * sum(costs.forward_s[s] + back_s[s] for s in own)
-            left_s = microbatches * sum(weight_s[s] for s in own)
-            bound_s = max(bound_s, way_in_s[rank] + others_wait_s + max(left_s, way_out_s[rank]))
-
-        for nic in set(nics):
-            num_sent = sum(
-                (nics[s % ranks] == nic) + (nics[(s + 1) % ranks] == nic)
-                for s in stages[:-1]
-                if nics[s % ranks] != nics[(s + 1) % ranks]
-            )
-            here = [rank for rank in range(ranks) if nics[rank] == nic]
-            first_s = min(way_in_s[rank] + costs.forward_s[rank] for rank in here)
-            # The last one to leave is read by the rank before, or by one further from the end.
-            last_s = min(way_out_s[max(0, r - 1)] + back_s[max(0, r - 1)] for r in here)
-            if num_sent:
-                link_s = microbatches * num_sent * costs.p2p_s + costs.p2p_latency_s
-                bound_s = max(bound_s, first_s + link_s + last_s)
-        return bound_s
+        """Whatever the order of computation, without DP.sync."""
+        return order_s(self._costs, self._plan.num_microbatches, self._nics)
 
     def _synced_s(self, *, waits_for_norm: bool) -> float | None:
         if not any(self._costs.grad_sync_s):
@@ -118,9 +123,6 @@ class Bounds:
         buckets, so its last backward counts as nothing. A large chunk that is all-reduced may have
         buckets as well, which the bound and the simulator leave out. Weight gradients between which
         DP.sync starts follow the chunk's backwards, and the first of them precedes it.
-
-        Args:
-            waits_for_norm: whether the step does, as one that clips.
         """
         bound_s = 0.0
         for rank in self._ranks:
@@ -136,11 +138,7 @@ class Bounds:
 
 
 class _Rank:
-    """What is known of a rank whatever its order is.
-
-    Args:
-        shared: whether ranks share a NIC.
-    """
+    """What is known of a rank whatever its order is."""
 
     def __init__(self, plan: Plan, costs: Costs, number: int, shared: bool) -> None:
         none = (0.0,) * plan.num_stages
@@ -208,11 +206,7 @@ class _Rank:
             )
 
     def first_gradients_s(self, last: "_Rank") -> Iterator[float]:
-        """Yield times from a step until gradients are reduced, with what messages add.
-
-        Args:
-            last: the last rank, from which all gradients come.
-        """
+        """Yield times from a step until gradients are reduced, with what messages add."""
         yield self.start_s + self.forwards_s + self._first_backwards_s() + self._sends_b_s()
         if self.number < last.number:
             yield (

@@ -50,7 +50,6 @@ class Network:
     """The NICs and what flows through them.
 
     Args:
-        num_nics: NICs, numbered from zero.
         above: capacities of the links between switches, in NICs.
         preemptive: messages take all the bandwidth they can use and collectives share the rest;
             without it they share fairly.
@@ -73,7 +72,7 @@ class Network:
         # Dicts as ordered sets: equal runs visit equal flows in equal order.
         self._clock = clock
         self._of_nics = 2 * num_nics  # links, of all
-        self._has_switches, self._capacity = bool(above), (*(1.0,) * self._of_nics, *above)
+        self._capacity = *(1.0,) * self._of_nics, *above
         self._flows: list[dict[Flow, None]] = [{} for _ in range(self._of_nics + len(above))]
         self._background: list[dict[Flow, None]] = [{} for _ in range(num_nics)]
         self._preemptive = preemptive
@@ -182,21 +181,12 @@ class Network:
                 free = {each: self._capacity[each] for each in links}
                 for flow, rate in _max_min(flows, free, on_link):
                     self._set_rate(flow, rate)
-        if self._has_switches:
+        if self._preemptive:
             self._share_what_is_left()
-        for nic in nics:
-            if background := self._background[nic]:
-                both = (2 * nic, 2 * nic + 1)
-                used = {link: sum(flow.rate for flow in self._flows[link]) for link in both}
-                if not self._has_switches:
-                    count = {link: sum(link in flow.links for flow in background) for link in both}
-                    for flow in background:
-                        shares = [max(0.0, 1.0 - used[link]) / count[link] for link in flow.links]
-                        self._set_rate(flow, min(shares))
-                if self._budgets:
-                    self._budgets[nic].pause(paused=max(used.values()) > 0)
-            elif self._budgets:
-                self._budgets[nic].pause(paused=False)
+        for nic in nics if self._budgets else ():
+            sent = (flow for link in (2 * nic, 2 * nic + 1) for flow in self._flows[link])
+            paused = bool(self._background[nic]) and any(flow.rate > 0 for flow in sent)
+            self._budgets[nic].pause(paused=paused)
 
     def _share_what_is_left(self) -> None:
         """Give collectives that yield to messages the bandwidth that messages leave."""
@@ -273,8 +263,6 @@ def _max_min(
 
     Args:
         flows: emptied as they are yielded.
-        free: the free capacity of each of their links.
-        on_link: the flows of each link.
     """
     count = dict.fromkeys(free, 0)
     for flow in flows:

@@ -31,7 +31,6 @@ def in_turns_s(
     """Return the seconds until the second of a pair begins, and from there until both are over.
 
     Args:
-        op: `FORWARD`, `BACKWARD` or `RECOMPUTE`.
         early: whether a separate action recomputes ahead of the backward.
         ends: whether the ends hide nothing: another pair of a chain follows on all but the last.
     """
@@ -61,11 +60,7 @@ def without_exchanges(costs: Costs) -> Costs:
 
 
 def in_pairs(costs: Costs, *, early: bool) -> Costs:
-    """Return lower bounds of the costs of micro-batches, in a pair or alone.
-
-    Args:
-        early: as in `in_turns_s`, for all stages.
-    """
+    """Return lower bounds of the costs of micro-batches, in a pair or alone."""
     stages = range(len(costs.forward_s))
     forward_s, backward_s, recompute_s = (
         tuple(sum(in_turns_s(costs, stage, op, early=early, ends=False)) / 2 for stage in stages)

@@ -46,7 +46,6 @@ def simulate(plan: Plan, costs: Costs, link: Link = PLAIN, *, iterations: int = 
     """Return the timeline of ``iterations`` runs of the plan, one after the other.
 
     Args:
-        plan: with or without transfers and DP.sync.
         iterations: the number of iterations; deferred work has an effect from the second on.
 
     Raises:

@@ -67,9 +67,7 @@ class Steps:
 
     Attributes:
         sends_waited_for: as in `Link`; nothing if messages are buffered.
-        facts: the number of each fact.
         named: what each fact is about, by its number, as a plain tuple.
-        rank_of: the rank that may wait for each fact.
         exchanges: what computations send to experts of other nodes, if there are any.
     """
 
