@@ -310,7 +310,7 @@ def test_what_megatron_prints_waits_until_a_run_can_begin(
     [
         ("0F0 0Q0", "rank 0: '0Q0' is not an action"),
         ("0F0 0B0", "found 1 ranks, 1 segments, 1 micro-batches, this run has 2 ranks, 1 segments"),
-        ("0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1", "no rank can go on: rank 0 at 0B0"),
+        ("0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1", "deadlock: rank 0 waits at 0B0"),
     ],
 )
 def test_a_plan_file_is_verified_before_megatron_prints_its_flags(
