@@ -17,6 +17,8 @@ import torch
 
 from fold3d_patches.registry import Patch, around
 
+Func = Callable[..., Any]
+
 
 class _Slow(torch.autograd.Function):
     """Identity that sleeps, and sleeps in its backward."""
@@ -37,9 +39,9 @@ def patches(forward_s: float, backward_s: float, *, experts: bool) -> tuple[Patc
     """Let each half of a layer sleep; the times are those of one micro-batch."""
 
     def forward(
-        upstream: Callable[..., Any], self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any
+        upstream: Func, self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        slowed = _Slow.apply(hidden, forward_s, backward_s)  # type: ignore[no-untyped-call]
+        slowed = _Slow.apply(hidden_states, forward_s, backward_s)  # type: ignore[no-untyped-call]
         return upstream(self, slowed, *args, **kwargs)
 
     transformer = "megatron.core.transformer"
