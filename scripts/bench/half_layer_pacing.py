@@ -10,14 +10,11 @@ Remove when: every rank of the bench has an accelerator of its own.
 """
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fold3d_patches.registry import Patch, around
-
-Func = Callable[..., Any]
 
 
 class _Slow(torch.autograd.Function):
@@ -39,7 +36,7 @@ def patches(forward_s: float, backward_s: float, *, experts: bool) -> tuple[Patc
     """Let each half of a layer sleep; the times are those of one micro-batch."""
 
     def forward(
-        upstream: Func, self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+        upstream: Any, self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         slowed = _Slow.apply(hidden_states, forward_s, backward_s)  # type: ignore[no-untyped-call]
         return upstream(self, slowed, *args, **kwargs)
