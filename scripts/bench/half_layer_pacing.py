@@ -10,7 +10,6 @@ Remove when: every rank of the bench has an accelerator of its own.
 """
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,9 +36,9 @@ def patches(forward_s: float, backward_s: float, *, experts: bool) -> tuple[Patc
     """Let each half of a layer sleep; the times are those of one micro-batch."""
 
     def forward(
-        upstream: Callable[..., Any], self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any
+        upstream: Any, self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        slowed = _Slow.apply(hidden, forward_s, backward_s)  # type: ignore[no-untyped-call]
+        slowed = _Slow.apply(hidden_states, forward_s, backward_s)  # type: ignore[no-untyped-call]
         return upstream(self, slowed, *args, **kwargs)
 
     transformer = "megatron.core.transformer"

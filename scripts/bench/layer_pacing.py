@@ -71,10 +71,12 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
     element_s = 0.0  # of a weight's gradient
     owed_s = 0.0  # by the weight gradients of an action
 
-    def forward(upstream: Func, self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        upstream: Func, self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         start_s, backward = time.perf_counter() - waited_s, _Backward()
         rest_s = backward_s - forward_s if self in split else backward_s
-        x = _LayerInput.apply(hidden, backward, rest_s)  # type: ignore[no-untyped-call]
+        x = _LayerInput.apply(hidden_states, backward, rest_s)  # type: ignore[no-untyped-call]
         output, *rest = upstream(self, x, *args, **kwargs)
         output = _LayerOutput.apply(output, backward)  # type: ignore[no-untyped-call]
         _sleep_until(start_s + waited_s + forward_s)

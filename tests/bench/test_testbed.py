@@ -273,7 +273,7 @@ def test_who_may_not_make_namespaces_is_told_what_would_allow_it(tmp_path, name,
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("tool", ["compare", "grid", "pairs", "shards"])
+@pytest.mark.parametrize("tool", ["compare", "grid"])
 def test_real_time_is_refused_at_once_where_the_kernel_would(tool):
     as_user = ["unshare", "--user", "--map-root-user"]
     if subprocess.run([*as_user, "true"], capture_output=True).returncode:
