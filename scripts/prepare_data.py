@@ -188,7 +188,8 @@ class TokenizerChoice:
         """Build Megatron's tokenizer, the very one that training will build from `flags`."""
         from megatron.core.tokenizers import MegatronTokenizer
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-        from megatron.training.config import TokenizerConfig
+
+        from megatron.fold3d.upstream import pretrain
 
         if self.type == BYTE_LEVEL:
             # Tokens 0-255 are the bytes; the one special token comes after them.
@@ -198,7 +199,7 @@ class TokenizerChoice:
                 vocab_size=256,
                 _eos_id=256,
             )
-        config = TokenizerConfig(
+        config = pretrain.tokenizer_config(
             tokenizer_type=self.type,
             tokenizer_model=self.model,
             vocab_size=self.vocab_size,

@@ -12,8 +12,6 @@ with 0 if all is well, 1 if not, 2 if there is no such version: a CI job can ask
 
 import argparse
 import logging
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,9 +22,12 @@ from tempfile import TemporaryDirectory
 
 from packaging.version import Version
 
+from scripts.try_torch import installed, python
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("megatron/fold3d/runtime", "megatron/fold3d/training", "fold3d_patches")
 _INSIDE = "--inside"  # this file calls itself with the version on its path
+_TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/patches")
 _ACCEPT = """\
 from fold3d_patches import registry
 from packaging.specifiers import SpecifierSet
@@ -43,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with TemporaryDirectory(prefix="fold3d-megatron-") as temporary:
         folder = args.folder or Path(temporary)
-        if args.folder is None and not _install(args.version, folder):
+        wanted = f"megatron-core=={args.version}" if args.version else "megatron-core"
+        if args.folder is None and not installed(folder, "--no-deps", "--pre", wanted):
             return 2
         if (version := _version(folder)) is None:
             print(f"no megatron/core/package_info.py in {folder}", file=sys.stderr)
@@ -51,35 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-core {version}", flush=True)
         # Every Python process reads it first, ranks of tests too.
         Path(temporary, "sitecustomize.py").write_text(_ACCEPT.format(version), encoding="utf-8")
-        folders = (Path(temporary), folder)
-        found = _with(folders, __file__, _INSIDE)
-        if found == 0 and not args.patches_only:
-            found = _with(folders, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/patches")
-        return found
-
-
-def _install(version: str | None, folder: Path) -> bool:
-    """Put a version into a folder, without what it depends on: that is here already."""
-    wanted = f"megatron-core=={version}" if version else "megatron-core"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--pre"]
-    done = subprocess.run([*pip, "--target", str(folder), wanted], check=False, timeout=600)
-    return done.returncode == 0
+        for command in ((__file__, _INSIDE), _TESTS)[: 1 if args.patches_only else 2]:
+            if code := python(ROOT, (Path(temporary), folder), command).returncode:
+                return code
+        return 0
 
 
 def _version(folder: Path) -> str | None:
     info = folder / "megatron/core/package_info.py"
     return Version(run_path(str(info))["__version__"]).public if info.is_file() else None
-
-
-def _with(folders: Sequence[Path], *command: str) -> int:
-    path = os.pathsep.join(map(str, (*folders, ROOT)))
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        check=False,
-        timeout=1800,
-    ).returncode
 
 
 def inside() -> int:

@@ -77,13 +77,17 @@ def _installed(folder: Path, package: str, version: str) -> Path | None:
     place = folder / f"{package}-{version}"
     if (place / "done").exists():
         return place
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(place)]
     alone = ["--no-deps"] if package == "megatron-core" else []
-    command = [*pip, *alone, f"{package}=={version}"]
-    if subprocess.run(command, check=False).returncode:
+    if not installed(place, *alone, f"{package}=={version}"):
         return None
     (place / "done").touch()
     return place
+
+
+def installed(folder: Path, *wanted: str) -> bool:
+    """Put packages into a folder, with options of pip; tell whether they are there."""
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder))
+    return subprocess.run((*pip, *wanted), check=False).returncode == 0
 
 
 def _copy(tree: Path) -> None:
@@ -111,19 +115,26 @@ def _run(
     tree: Path, folders: Sequence[Path], command: Sequence[str]
 ) -> subprocess.CompletedProcess[str]:
     """Run Python in the copy with these versions; show what it said if it fails."""
-    done = subprocess.run(
+    done = python(tree, folders, command, shows=False)
+    if done.returncode:
+        print(done.stdout)
+    return done
+
+
+def python(
+    tree: Path, folders: Sequence[Path], command: Sequence[str], *, shows: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in a tree, which comes first among what it imports, and then these folders."""
+    return subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         cwd=tree,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tree, *folders)))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=None if shows else subprocess.PIPE,
+        stderr=None if shows else subprocess.STDOUT,
         text=True,
         check=False,
         timeout=_TIMEOUT_S,
     )
-    if done.returncode:
-        print(done.stdout)
-    return done
 
 
 def _note(row: dict[str, Any]) -> None:

@@ -19,5 +19,7 @@ def patch(executor: Callable[..., Any]) -> Patch:
         rebinds=(
             "megatron.core.pipeline_parallel:get_forward_backward_func",
             "megatron.training.training:get_forward_backward_func",
+            "megatron.bridge.training.train:get_forward_backward_func",
+            "megatron.bridge.training.eval:get_forward_backward_func",
         ),
     )

@@ -14,7 +14,7 @@ def patches(tracer: "Tracer", config: "Fold3DConfig") -> Iterator[Patch]:
     """Yield what a trace of a run needs beside the features that tell its recorder."""
     from fold3d_patches.trace import collectives, spans
 
-    yield spans.iteration(tracer)
+    yield from spans.iteration(tracer)
     yield from collectives.patches(tracer)
     yield from spans.updates(tracer)
     if config.choice.order == "stock":  # our executor records its own computations

@@ -8,7 +8,8 @@ Change: a trace begins and ends with ``train_step``. It gets each forward and ba
 Remove when: Megatron calls hooks around an iteration, a computation and an optimizer's update.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fold3d_patches.registry import Patch, around
@@ -16,22 +17,37 @@ from megatron.fold3d.runtime.trace.tracer import Tracer
 
 Func = Callable[..., Any]
 
+_BRIDGE = "megatron.bridge.training.train"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
-def iteration(tracer: Tracer) -> Patch:
-    """Return the patch of an iteration, from zeroing the gradients to the optimizer step."""
+def iteration(tracer: Tracer) -> Iterator[Patch]:
+    """Yield the patch of an iteration, from zeroing the gradients to the optimizer step.
+
+    Megatron-Bridge has a function of its own for it, which is patched if it is imported.
+    """
+
+    def of_bridge(upstream: Func, *args: Any) -> Any:
+        _, _, model, _, _, state, *_ = args
+        with tracer.iteration(state.train_state.step + 1, model):
+            return upstream(*args)
 
     def recorded(upstream: Func, *args: Any, iteration: int, **kwargs: Any) -> Any:
         _, _, model, *_ = args
         with tracer.iteration(iteration + 1, model):  # as the log counts
             return upstream(*args, iteration=iteration, **kwargs)
 
-    return around(
+    yield around(
         "megatron.training.training:train_step",
         recorded,
         parameters="forward_step_func data_iterator model / iteration",
     )
+    if _BRIDGE in sys.modules:
+        yield around(
+            f"{_BRIDGE}:train_step",
+            of_bridge,
+            parameters="forward_step_func data_iterator model optimizer scheduler global_state /",
+        )
 
 
 def updates(tracer: Tracer) -> tuple[Patch, ...]:

@@ -3,14 +3,17 @@
 Importing this package loads nothing else: `plan` needs only the standard library, `runtime` torch.
 """
 
+_MODULES = {  # docs/quickstart.md has their functions
+    "add_arguments": "own_script",
+    "bridge": "bridge_script",
+    "install": "own_script",
+    "parse_args": "own_script",
+}
+
 
 def __getattr__(name: str) -> object:
-    if name not in (
-        "add_arguments",
-        "install",
-        "parse_args",
-    ):  # docs/quickstart.md has them
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron.fold3d.training import own_script
+    from importlib import import_module
 
-    return getattr(own_script, name)
+    return getattr(import_module(f"{__name__}.training.{_MODULES[name]}"), name)

@@ -3,7 +3,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["add_arguments", "install", "parse_args"]
+__all__ = ["add_arguments", "bridge", "install", "parse_args"]
 
 def parse_args(
     extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None,
@@ -13,3 +13,4 @@ def parse_args(
 ) -> Namespace: ...
 def add_arguments(parser: ArgumentParser) -> ArgumentParser: ...
 def install(args: Namespace) -> ExitStack: ...
+def bridge(**flags: Any) -> ExitStack: ...

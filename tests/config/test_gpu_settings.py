@@ -99,7 +99,7 @@ def test_training_asks_before_process_groups_exist(
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     args = parser.parse_args(AIAO.split())
     with pytest.raises(ValueError, match=r"(?m)^CUDA_LAUNCH_BLOCKING=1: "):
-        launch._check(args)
+        launch.check(args)
 
 
 @pytest.mark.parametrize("flag", ["--offload-activations on", "--lazy-inter-segment"])

@@ -324,5 +324,5 @@ def test_a_plan_file_is_verified_before_megatron_prints_its_flags(
     args = parser.parse_args([*words, "--device", "cpu", *flags.split()])
     args.world_size = 4
     with pytest.raises(PlanError, match=re.escape(f"{path}: ")) as raised:
-        launch._check(args)
+        launch.check(args, run_problems(args))
     assert problem in str(raised.value)

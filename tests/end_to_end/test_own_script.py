@@ -124,20 +124,20 @@ def test_what_only_a_script_can_ask_for_is_refused_before_training(tmp_path: Pat
     assert "non_loss_data_func, which all ranks call" in said[0]
 
 
-def changed(heading: str, folder: Path) -> Path:
+def changed(heading: str, folder: Path, script: Path = SCRIPT) -> Path:
     """Apply the change that the page shows under a heading; returns the script that results."""
     (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
     (diff,) = re.findall(r"^```diff\n(.*?)^```$", section, re.M | re.S)
-    text = SCRIPT.read_text()
+    text = script.read_text()
     for hunk in re.split(r"^@@\n", diff, flags=re.M):
         lines = hunk.splitlines(keepends=True)
         before = "".join(line[1:] for line in lines if line[0] != "+")
         after = "".join(line[1:] for line in lines if line[0] != "-")
         assert text.count(before) == 1, before
         text = text.replace(before, after)
-    script = folder / SCRIPT.name
-    script.write_text(text)
-    return script
+    result = folder / script.name
+    result.write_text(text)
+    return result
 
 
 def _train(script: Path, flags: str) -> list[Record]:
@@ -179,7 +179,7 @@ def test_the_interface_has_the_signatures_of_its_stub() -> None:
 
     stub = ast.parse((ROOT / "megatron/fold3d/__init__.pyi").read_text())
     typed = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
-    assert sorted(typed) == ["add_arguments", "install", "parse_args"]
+    assert sorted(typed) == ["add_arguments", "bridge", "install", "parse_args"]
     for name, node in typed.items():
         parameters = inspect.signature(getattr(fold3d, name)).parameters.values()
         for kind, arguments in (

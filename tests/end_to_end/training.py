@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import inspect
 import logging
 import os
 import re
@@ -149,11 +150,16 @@ def _behind_computations(names: Iterable[str], moved: Container[str]) -> list[st
     return found
 
 
-def recorded(main: Callable[[], object], *, awaits_search: bool = True) -> Record:
-    """Call what trains, with a recorder in Megatron's training loop.
+def recorded(
+    main: Callable[[], object], *, awaits_search: bool = True, loops: Sequence[Any] = ()
+) -> Record:
+    """Call what trains, with a recorder in the training loop.
 
     Unless ``awaits_search`` is False, a search is over in the iteration that begins it, so that it
     is known which iteration runs what.
+
+    Args:
+        loops: the modules of ``train_step`` and of ``evaluate``, if they are not Megatron's.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.utils import unwrap_model
@@ -165,7 +171,8 @@ def recorded(main: Callable[[], object], *, awaits_search: bool = True) -> Recor
         search_process.SearchProcess = FinishedSearch  # type: ignore[assignment,misc]
     record = Record()
     trained: dict[str, Any] = {}
-    train_step, evaluate = training.train_step, training.evaluate
+    stepping, evaluating = loops or (training, training)
+    train_step, evaluate = stepping.train_step, evaluating.evaluate
 
     @functools.wraps(train_step)
     def recorded_train_step(*args: Any, **kwargs: Any) -> Any:
@@ -178,12 +185,12 @@ def recorded(main: Callable[[], object], *, awaits_search: bool = True) -> Recor
         return result
 
     def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
-        _, _, trained["model"], *_ = args
+        trained["model"] = inspect.signature(evaluate).bind(*args, **kwargs).arguments["model"]
         result = evaluate(*args, **kwargs)
         record.evaluations.append(_exact(result[0]))
         return result
 
-    training.train_step, training.evaluate = recorded_train_step, recorded_evaluate
+    stepping.train_step, evaluating.evaluate = recorded_train_step, recorded_evaluate
     main()
     for number, chunk in enumerate(trained["model"]):
         module = unwrap_model(chunk)

@@ -78,7 +78,7 @@ BY_FEATURE = (
     *unfused_layers.patches(),
     *cpu.patches(),
     *delta_gather.patches(DeltaGather(measures=True)),
-    spans.iteration(TRACER),
+    *spans.iteration(TRACER),
     *collectives.patches(TRACER),
     *spans.updates(TRACER),
     *spans.computations(TRACER),

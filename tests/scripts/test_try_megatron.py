@@ -1,6 +1,7 @@
 """Another version of Megatron-core is named, and one that is not there is an error."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,9 @@ def test_the_version_is_that_of_the_folder(
     info.parent.mkdir(parents=True)
     info.write_text("__version__ = '0.20.0rc1'\n")
     monkeypatch.setattr(
-        try_megatron, "_with", lambda folder, *command: int(command[-1] != "--inside")
+        try_megatron,
+        "python",
+        lambda tree, folders, command: SimpleNamespace(returncode=int(command[-1] != "--inside")),
     )
     assert try_megatron.main(["--folder", str(tmp_path)]) == 1  # patches fit, a test failed
     assert try_megatron.main(["--folder", str(tmp_path), "--patches-only"]) == 0

@@ -260,6 +260,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "--mtp-num-layers": f"{_AFTER}; {_NO_STEP}",
         "--log-num-zeros-in-grad, --save-wgrads-interval": f"{_GRADS}; {_NO_STEP}",
         _READERS: f"{_DUE}; {_NO_STEP}",
+        "Megatron-Bridge": "its own loop steps and saves; drop step=next",
         "--timing-log-level": "its barriers are inside optimizer steps, which ranks take at "
         "different times; give --timing-log-level 0",
         "without --overlap-grad-reduce": f"{_LATE_GRADS}; add {{}}",

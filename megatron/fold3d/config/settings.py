@@ -234,6 +234,7 @@ _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
         args.segments == AUTO and args.recompute_layers != AUTO
     ),
     # What has no flag of its own.
+    "Megatron-Bridge": lambda args: getattr(args, "of_bridge", False),
     "one replica": lambda args: num_replicas(args) == 1,
     "parameters in fp32": lambda args: not (args.bf16 or args.fp16),
     "one segment": lambda args: num_segments(args) == 1,

@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
@@ -116,7 +116,7 @@ def prepare(
     Raises:
         MISTAKES: the user's input is wrong; pass the error to `refuse`.
     """
-    ours = _add_arguments(None, ArgumentParser(add_help=False, allow_abbrev=False))
+    ours = with_ours(ArgumentParser(add_help=False, allow_abbrev=False))
     own = ours.parse_known_args(argv)[0]
     device = own.device
     preset: Sequence[str] = ()
@@ -158,7 +158,7 @@ def prepare(
         )
     if preset:
         logger.info("--model-preset %s: %s", own.model_preset, " ".join(preset))
-    add_all, defaults = partial(_add_arguments, extra_args_provider), dict(args_defaults or {})
+    add_all, defaults = partial(with_ours, more=extra_args_provider), dict(args_defaults or {})
     args: Namespace = parse_args(add_all, ignore_unknown_args)
     vars(args).update(
         {name: value for name, value in defaults.items() if getattr(args, name, None) is None}
@@ -167,7 +167,7 @@ def prepare(
         cpu_flags.check(args)
     if checks:
         dry_run.set_world_size(args, known)
-    _check(args)
+    check(args, run_problems(args))
     if args.segments == AUTO:
         from megatron.fold3d.training.auto_segments import choose_segments
 
@@ -259,14 +259,17 @@ def tell_checked(args: Namespace, absent: Sequence[str] = ()) -> int:
     return 0
 
 
-def _check(args: Namespace) -> None:
+def check(args: Namespace, others: Iterable[str] = ()) -> None:
     """Refuse parsed flags that cannot work.
+
+    Args:
+        others: further problems, one line each.
 
     Raises:
         ValueError: one line for each rule that is broken.
     """
     problems = [
-        *run_problems(args),
+        *others,
         *gpu_problems(args, word_of(args).order),
         *delta_library_problems(args),
     ]
@@ -274,10 +277,15 @@ def _check(args: Namespace) -> None:
         config = read_config(args)
     except ValueError as error:
         problems = [str(error), *problems]
-    if problems:
-        raise ValueError("\n".join(problems))
+    refuse_problems(problems)
     if config.plan_file and not args.use_checkpoint_args:  # it may bring the sizes
         fold3d_patches.check_schedule(config, num_microbatches(args))
+
+
+def refuse_problems(problems: Iterable[str]) -> None:
+    """Raise a ``ValueError`` if there are any problems, with a line for each."""
+    if lines := [*problems]:
+        raise ValueError("\n".join(lines))
 
 
 def _microbatch_flops(args: Namespace) -> "Flops":
@@ -315,7 +323,7 @@ def _ranks_here(args: Namespace) -> list[int]:
     return [number // of_one_rank % num_ranks for number in range(first, first + here)]
 
 
-def _add_arguments(more: AddArguments | None, parser: ArgumentParser) -> ArgumentParser:
+def with_ours(parser: ArgumentParser, more: AddArguments | None = None) -> ArgumentParser:
     """Add our flags and then more; raise where argparse would print on every rank and exit."""
 
     def error(message: str) -> NoReturn:

@@ -48,7 +48,7 @@ def parse_args(
     Raises:
         SystemExit: the flags cannot work; the exit code is 2.
     """
-    with _refusing() as patched:
+    with refusing() as patched:
         with launch.held_log():
             args = launch.prepare(
                 sys.argv[1:],
@@ -77,7 +77,7 @@ def install(args: Namespace) -> ExitStack:
     Raises:
         SystemExit: the flags cannot work; the exit code is 2.
     """
-    with _refusing() as patched:
+    with refusing() as patched:
         _check_parsed_elsewhere(args)
         patched.enter_context(fold3d_patches.install_platform(args.device))
         launch.install(args, patched)
@@ -85,19 +85,26 @@ def install(args: Namespace) -> ExitStack:
 
 
 @contextmanager
-def _refusing() -> Iterator[ExitStack]:
+def refusing() -> Iterator[ExitStack]:
     """Give a stack for patches, which closes when the process ends; a mistake ends the script."""
     with ExitStack() as failing:
         patched = failing.enter_context(ExitStack())
-        try:
+        with refused():
             yield patched
-        except ArgumentError as error:
-            sys.exit(refuse(ValueError(f"{error}; rename the script's own flag")))
-        except MISTAKES as error:
-            sys.exit(refuse(error))
         failing.pop_all()
     atexit.register(patched.close)
     leaving.tell_failures(patched)
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """End the script, with one message, at a mistake of the user's."""
+    try:
+        yield
+    except ArgumentError as error:
+        sys.exit(refuse(ValueError(f"{error}; rename the script's own flag")))
+    except MISTAKES as error:
+        sys.exit(refuse(error))
 
 
 def _check_parsed_elsewhere(args: Namespace) -> None:

@@ -95,6 +95,20 @@ def pretrain(
     upstream(*containers, datasets, provide, kind, forward_step)
 
 
+def tokenizer_config(**fields: Any) -> Any:
+    """Return what ``build_tokenizer`` reads; it reads Megatron's flags until 0.18."""
+    if not is_before("0.18"):
+        from megatron.training.config import TokenizerConfig
+
+        return TokenizerConfig(**fields)
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    flags = add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([])
+    unpadded = {"padded_vocab_size": 0}  # known, so not computed
+    return Namespace(**vars(flags) | fields | unpadded)
+
+
 def get_batch_on_this_tp_rank(
     batch: dict[str, Any], *, has_cu_seqlens: bool, is_hybrid_cp: bool, **where: Any
 ) -> dict[str, Any]:
