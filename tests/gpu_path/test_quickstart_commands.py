@@ -35,7 +35,7 @@ RANKS = 4  # of 8: with more than two replicas sums have another order
 
 def commands() -> list[str]:
     """Return the arguments of pretrain_gpt.py on a node with two GPUs: stock's, then ours."""
-    section = PAGE.read_text().split("On a node with two GPUs or more")[1]
+    section = PAGE.read_text().split("On a node with two GPUs")[1]
     block = section.split("```sh\n")[1].split("```")[0].replace("\\\n", " ")
     found = re.findall(r"torchrun --nproc-per-node 2 pretrain_gpt.py (.*) > out/\w+.log", block)
     assert ["--schedule stock" in words for words in found] == [True, False]
