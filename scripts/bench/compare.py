@@ -23,10 +23,10 @@ from pathlib import Path
 
 from megatron.fold3d.observe import training_log
 from scripts.bench import summary, variants
+from scripts.bench.options import parser_of
 from scripts.bench.processes import RealTimeFlag
 from scripts.bench.runner import Bench, paced, preload
 from scripts.bench.summary import Run
-from scripts.bench.tables import parser_of
 from scripts.bench.testbed import Link, TestbedError, end_on_signals, parse_rate, refuse
 from scripts.bench.variants import Job, Variant
 

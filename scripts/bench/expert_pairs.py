@@ -31,9 +31,9 @@ from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
+from scripts.bench.options import parser_of
 from scripts.bench.runner import Bench, preload
 from scripts.bench.summary import markdown
-from scripts.bench.tables import parser_of
 from scripts.bench.testbed import Link, TestbedError, end_on_signals, refuse
 from scripts.bench.variants import Job, Variant
 

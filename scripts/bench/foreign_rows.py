@@ -35,8 +35,8 @@ from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_sha
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate, estimate_of
+from scripts.bench.options import parser_of
 from scripts.bench.summary import markdown
-from scripts.bench.tables import parser_of
 
 FILE = Path(__file__).parents[2] / "tests/data/foreign_tables.json"
 _MOST_TRIES, _CLOSE = 12, 1e-3  # until GPUs are as fast as measured

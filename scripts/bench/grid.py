@@ -27,12 +27,12 @@ from typing import Any
 
 from scripts.bench import pipeline_cells, sync_cells
 from scripts.bench.cells import KeptRuns
+from scripts.bench.options import parser_of
 from scripts.bench.pipeline_cells import PipelineCell
 from scripts.bench.processes import RealTimeFlag
 from scripts.bench.runner import Bench, paced, preload
 from scripts.bench.summary import Run
 from scripts.bench.sync_cells import SyncCell
-from scripts.bench.tables import parser_of
 from scripts.bench.testbed import TestbedError, end_on_signals, refuse
 from scripts.bench.variants import Variant
 

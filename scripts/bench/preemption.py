@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import median
 
 from megatron.fold3d.runtime.preemption.communicator import extension
+from scripts.bench.options import parser_of
 from scripts.bench.preemption_rank import HEADERS, Load, Mode, Result, run_modes
 from scripts.bench.processes import check_real_time
 from scripts.bench.summary import markdown
-from scripts.bench.tables import parser_of
 from scripts.bench.testbed import Link, Testbed, TestbedError, end_on_signals, parse_rate, refuse
 
 ALONE = Mode("transfers alone", reduces=False)
@@ -119,7 +119,9 @@ def loads(args: argparse.Namespace) -> Iterator[tuple[str, Load]]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = parser_of(__doc__, logs="preemption")
+    parser = parser_of(__doc__)
+    logs = Path(__file__).parents[2] / "out/preemption"
+    parser.add_argument("--logs", type=Path, default=logs, help="(out/preemption)")
     parser.add_argument("--rate", nargs="+", default=["200mbit"], help="of each link (200mbit)")
     parser.add_argument("--dp", type=int, nargs="+", default=[2], help="replicas of a stage (2)")
     parser.add_argument("--transfer-kib", type=int, nargs="+", default=[256], help="(256)")

@@ -27,8 +27,8 @@ from megatron.fold3d.predict.search.planner import search
 from megatron.fold3d.predict.search.simulated_shares import auto_shares
 from megatron.fold3d.predict.simulator.link import Device, Link
 from megatron.fold3d.predict.simulator.simulate import simulate
+from scripts.bench.options import parser_of
 from scripts.bench.summary import markdown
-from scripts.bench.tables import parser_of
 
 PAPER = {"gpt3-18b": (2, 8), "gpt3-39b": (4, 16)}
 """Pipeline ranks and micro-batches of its A100 rows, with tp=8 and a batch of 256."""

@@ -1,10 +1,10 @@
 """What an experiment found: numbers of ours beside the paper's, and their text form."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from megatron.fold3d.commands.console import faster, faster_between
+from megatron.fold3d.commands.console import faster, faster_between, table
 from megatron.fold3d.commands.pictures import Lines
 
 Published = float | tuple[float, float] | None
@@ -121,20 +121,12 @@ def claims(*found: tuple[str, Published, float | None], gains: bool = False) -> 
 
 def _lines(grid: Grid) -> Iterator[str]:
     """Yield a grid's title, header, rows and mean errors, in aligned columns."""
-    cells = [[row, *(_cell(grid.at(row, column)) for column in grid.columns)] for row in grid.rows]
+    rows = [(row, *(_cell(grid.at(row, column)) for column in grid.columns)) for row in grid.rows]
     means = [f"{fmean(e):.1%}" if (e := grid.errors(column)) else "" for column in grid.columns]
-    table = [["", *grid.columns], *cells]
     if any(means):
-        table.append(["mean error", *means])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        rows.append(("mean error", *means))
     yield f"{grid.title}; {grid.mark} > ours (error)"
-    yield from (_aligned(line, widths) for line in table)
-
-
-def _aligned(words: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = zip(words, widths, strict=True)
-    padded = [first[0].ljust(first[1]), *(word.rjust(width) for word, width in others)]
-    return "  ".join(padded).rstrip()
+    yield from table([("", *grid.columns), *rows])
 
 
 def _cell(number: Number | None) -> str:

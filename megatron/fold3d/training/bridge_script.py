@@ -19,6 +19,7 @@ from megatron.fold3d.config.spelling import flag_of, typed
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.training import launch
 from megatron.fold3d.training.own_script import refused, refusing
+from megatron.fold3d.upstream.pretrain import default_flags
 
 
 def bridge(**flags: Any) -> ExitStack:
@@ -72,10 +73,8 @@ def _parsed(flags: dict[str, Any]) -> Namespace:
     Raises:
         ValueError: there is no such flag, or Bridge cannot have it.
     """
-    from megatron.training.arguments import add_megatron_arguments
-
-    given = {flag_of(name): value for name, value in flags.items() if value not in (None, False)}
-    words = " ".join(typed(flag, value) for flag, value in given.items())
+    asked = {flag_of(name): value for name, value in flags.items() if value not in (None, False)}
+    words = " ".join(typed(flag, value) for flag, value in asked.items())
     own = launch.with_ours(ArgumentParser(add_help=False, allow_abbrev=False))
     args = own.parse_args(words.split())
     late = {
@@ -84,9 +83,9 @@ def _parsed(flags: dict[str, Any]) -> Namespace:
         'segments="auto": it measures a model of flags; give a number': args.segments == AUTO,
     }
     launch.refuse_problems(problem for problem, there in late.items() if there)
-    defaults = add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([])
     sizes = {"rank": os.environ.get("RANK", 0), "world_size": os.environ.get("WORLD_SIZE", 1)}
-    return Namespace(**vars(defaults) | vars(args) | {name: int(n) for name, n in sizes.items()})
+    given = vars(args) | {name: int(number) for name, number in sizes.items()}
+    return Namespace(**vars(default_flags()) | given)
 
 
 def _problems(config: Any) -> Iterator[str]:

@@ -102,11 +102,16 @@ def tokenizer_config(**fields: Any) -> Any:
 
         return TokenizerConfig(**fields)
 
+    unpadded = {"padded_vocab_size": 0}  # known, so not computed
+    return Namespace(**vars(default_flags()) | fields | unpadded)
+
+
+def default_flags() -> Namespace:
+    """Return the namespace of Megatron's flags if none is given."""
     from megatron.training.arguments import add_megatron_arguments
 
-    flags = add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([])
-    unpadded = {"padded_vocab_size": 0}  # known, so not computed
-    return Namespace(**vars(flags) | fields | unpadded)
+    parser: ArgumentParser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+    return parser.parse_args([])
 
 
 def get_batch_on_this_tp_rank(
