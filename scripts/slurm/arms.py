@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron.fold3d.commands.job import coded_bits_of
 from megatron.fold3d.commands.megatron_flags import described
 from megatron.fold3d.commands.search_lines import gains_over_yours
 from megatron.fold3d.commands.training_flags import training_flags, undecided, without
@@ -91,7 +92,10 @@ def arms(
     said = described(words)
     mine, remarks = yours(said, hardware)
     batch = said.args.global_batch_size
-    free = search(said.model(), hardware, global_batch_size=batch, given=said.given())
+    bits = coded_bits_of(said.args)
+    free = search(
+        said.model(), hardware, global_batch_size=batch, given=said.given(), gathered_bits=bits
+    )
     notes = [*remarks, *(gains_over_yours(free, mine) if mine else ())]
     stock, anywhere = mine.same_layout if mine else None, free.best_stock
     if stock is None:
@@ -100,7 +104,7 @@ def arms(
         found["stock-same-layout"] = arm(stock.candidate)
     if anywhere and (stock is None or anywhere.candidate.layout != stock.candidate.layout):
         found["stock-any-layout"] = arm(anywhere.candidate)
-    if not free.choice.candidate.is_stock:
+    if free.choice.candidate.is_ours:
         found["search"] = arm(free.choice.candidate)
     if stock is not None:
         found["auto"] = arm(stock.candidate.with_options(order=AUTO))

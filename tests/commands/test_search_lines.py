@@ -15,6 +15,7 @@ from megatron.fold3d.commands.search_lines import (
     rates_of,
     verdict,
 )
+from megatron.fold3d.commands.training_flags import training_flags
 from megatron.fold3d.commands.yours import OneFlag, Yours
 from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.plan.choice import Choice
@@ -116,6 +117,31 @@ def test_stock_is_the_answer_where_ours_gains_nothing():
     assert verdict(found(judged(AIAO, 5.99)), [Case("assumed", 0.001)]).startswith("AIAO gains")
 
 
+@pytest.mark.parametrize(
+    ("whole_s", "aiao_s", "stock_s", "order", "rests"),
+    [
+        (5.0, 4.0, 4.5, "aiao", "GPUs code as fast as their memory allows and stock waits"),
+        (5.0, 4.0, 4.03, "stock", "GPUs code as fast as their memory allows, which"),
+        (5.0, 4.97, 5.5, "aiao", "stock waits"),
+    ],
+)
+def test_coded_gathers_are_ours_where_they_gain_a_percent(
+    whole_s: float, aiao_s: float, stock_s: float, order: str, rests: str
+):
+    model, a100 = model_shape("gpt3-39b"), cluster("a100x128")
+    setup = replace(SETUP, gathered_bits=2.5)
+    coded = [judged(replace(c, setup=setup), s) for c, s in ((AIAO, aiao_s), (STOCK, stock_s))]
+    search = found(judged(AIAO, whole_s), coded=tuple(coded), same_layout=judged(STOCK, 6.0))
+    ours = search.choice.candidate
+    assert ours.choice.order == order
+    assert ours.is_ours
+    said = verdict(search, [Case("assumed", 0.2)])
+    assert f"if {rests}" in said
+    named = [line for line in _table(search) if "--delta-param-gather auto" in line]
+    assert len(named) == 2
+    assert ("--delta-param-gather auto" in training_flags(model, a100, ours)) == (ours != AIAO)
+
+
 def test_16_bits_are_counted_on_both_sides_with_what_they_change():
     rounded = replace(SETUP, small_gradients=True, accumulates_in_fp32=True)
     both = [judged(replace(c, setup=rounded), s) for c, s in ((AIAO, 4.5), (STOCK, 5.7))]
@@ -151,7 +177,7 @@ def test_stocks_flags_come_before_ours_largest_first():
         "                 --use-distributed-optimizer, recomputes none",
         "   66.7% faster  stock, any layout: stock breadth-first, 4 segments,",
         "                 --use-distributed-optimizer, recomputes none",
-        "   25.0% faster  FOLD3D, your schedule: --delta-param-gather on",
+        "   25.0% faster  FOLD3D, your schedule: --delta-param-gather auto",
         "  100.0% faster  FOLD3D, any layout: aiao",
     ]
 

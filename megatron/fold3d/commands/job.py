@@ -140,8 +140,9 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
     layers = stage_layers(args) if said.shape is not None else ()
     if said.shape is not None and sum(layers) != said.shape.num_layers:
         raise ValueError(
-            f"--layers {','.join(map(str, layers))}: together they are the "
-            f"{said.shape.num_layers} layers of {said.shape.name}; give such"
+            f"found stages with {','.join(map(str, layers))} layers; together they are the "
+            f"{said.shape.num_layers} layers of {said.shape.name}; give sizes that divide these, "
+            "or --layers, which is --pipeline-model-parallel-layout in a training"
         )
     return config
 
@@ -229,7 +230,14 @@ _LEARNING_RATE, _DEVIATION = 1e-4, 0.02  # where no flag says them
 
 
 def coded_bits_of(args: Namespace) -> float:
-    """Return the bits of a parameter that coded all-gathers send in a training."""
+    """Return the bits of a parameter that coded all-gathers send in a training.
+
+    0 if its flags rule them out, other than by the optimizer, which a search chooses.
+    """
+    asks = args.delta_param_gather or "auto"
+    sharded = {"delta_param_gather": asks, "use_distributed_optimizer": True}
+    if delta_param_gather(Namespace(**vars(args) | sharded)) == "off":
+        return 0.0
     return coded_bits(args.lr or _LEARNING_RATE, args.init_method_std or _DEVIATION)
 
 

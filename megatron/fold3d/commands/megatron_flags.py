@@ -269,7 +269,7 @@ def shape_of(args: Namespace) -> ModelShape:
     vocabulary = padded or args.vocab_size or 0
     experts = bool(args.num_experts)
     return ModelShape(
-        name="flags",
+        name="this model",
         **sizes,
         vocab_size=-(-vocabulary // unit) * unit or _DEFAULT_VOCABULARY,
         untied=bool(args.untie_embeddings_and_output_weights),

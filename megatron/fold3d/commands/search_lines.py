@@ -80,7 +80,7 @@ def _expert_places(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
 
 def verdict(found: Search, cases: Sequence[Case]) -> str:
     """Return what to do: a gain that an assumption may turn into a loss is to be measured first."""
-    if found.choice.candidate.is_stock:
+    if not found.choice.candidate.is_ours:
         return "AIAO gains nothing here, use these stock flags"
     if not cases:
         return "no stock configuration fits; use these flags"
@@ -89,8 +89,13 @@ def verdict(found: Search, cases: Sequence[Case]) -> str:
     alike = "no stock configuration fits"
     if stock is not None and ours is not None:
         alike = faster(stock.iteration_s / ours.iteration_s - 1)
+    assumed = []
+    if ours is not None and ours.candidate.setup.gathered_bits:
+        assumed.append("GPUs code as fast as their memory allows")
     waits = found.best_stock is not None and found.best_stock.candidate.num_ranks > 1
-    rests = ", if stock waits for its sends, which no GPU has confirmed" if waits else ""
+    if waits and not (ours is not None and ours.candidate.is_stock):
+        assumed.append("stock waits for its sends")
+    rests = f", if {' and '.join(assumed)}, which no GPU has confirmed" if assumed else ""
     gains = f"same layout: {alike}; best layout of each: {faster_between(worst.gain, most)}{rests}"
     if worst.gain > 0:
         return f"{gains}; with these flags"
@@ -159,7 +164,7 @@ def plot(found: Search, file: Path) -> None:
 def _table(found: Search, own: JudgedCandidate | None = None) -> Iterator[str]:
     """Yield rows by time; candidates of equal sizes and times share one, with what differs."""
     stock = found.best_stock
-    rows = [*found.best]
+    rows = [*found.best, *found.coded]
     rows += [row for row in dict.fromkeys((stock, found.same_layout)) if row and row not in rows]
     groups: list[list[JudgedCandidate]] = []
     for row in sorted((*rows, *([own] if own else ())), key=lambda row: row.iteration_s):
@@ -222,13 +227,13 @@ def _in_16_bits(found: Search) -> Iterator[str]:
     yield "if gradients travel in 16 bits, which changes results:"
     for choice in found.in_16_bits:
         c, setup = choice.candidate, choice.candidate.setup
-        before = found.best_stock if c.is_stock else found.ours
+        before = found.best_stock if c.is_stock else found.uncoded
         gain = 0.0 if before is None else before.iteration_s / choice.iteration_s - 1
         sums = "--use-distributed-optimizer" if setup.distributed_optimizer else "an all-reduce"
         yield f"  {seconds(choice.iteration_s)}, {faster(gain)}: {c.name} with {sums}"
         yield "    " + "\n      ".join(["--grad-reduce-in-bf16", *sums_of(setup)])
     gaining = {choice.candidate.is_stock for choice in found.in_16_bits}
-    for is_stock, best in ((False, found.ours), (True, found.best_stock)):
+    for is_stock, best in ((False, found.uncoded), (True, found.best_stock)):
         if best is not None and is_stock not in gaining:
             replicas = "" if best.candidate.setup.num_replicas > 1 else ", as it has no replicas"
             yield f"  gains nothing: {best.candidate.name}{replicas}"
@@ -240,18 +245,14 @@ def _in_16_bits(found: Search) -> Iterator[str]:
 
 
 def _coded(found: Search) -> Iterator[str]:
-    """Say how fast coded all-gathers are on both sides, against the best of stock without."""
-    for number, choice in enumerate(found.coded):
-        c = choice.candidate
-        if number == 0:
-            yield (
-                "with --delta-param-gather, which trains the same bit for bit, at "
-                f"{c.setup.gathered_bits:.1f} of 16 bits a parameter:"
-            )
-        stock = found.best_stock
-        gain = stock.iteration_s / choice.iteration_s - 1 if stock else 0.0
-        than = f", {faster(gain)} than the best stock without it" if stock else ""
-        yield f"  {seconds(choice.iteration_s)}{than}: {c.name}"
+    """Say what coded all-gathers change, and how far what ours gains without them."""
+    if not found.coded:
+        return
+    bits = found.coded[0].candidate.setup.gathered_bits
+    yield f"--delta-param-gather changes no result: it sends {bits:.1f} of a parameter's 16 bits"
+    if found.uncoded is not None and found.best_stock is not None:
+        gain = found.best_stock.iteration_s / found.uncoded.iteration_s - 1
+        yield f"  without it the best of ours is {faster(gain)} than the best of stock"
 
 
 def gains_over_yours(found: Search, own: Yours) -> Iterator[str]:
@@ -273,8 +274,8 @@ def gains_over_yours(found: Search, own: Yours) -> Iterator[str]:
         if stock is not None:
             yield from row(stock, f"stock, {title}: {in_full(stock.candidate)}")
     if own.coded is not None:
-        yield from row(own.coded, "FOLD3D, your schedule: --delta-param-gather on")
-    if not found.choice.candidate.is_stock:
+        yield from row(own.coded, "FOLD3D, your schedule: --delta-param-gather auto")
+    if found.choice.candidate.is_ours:
         alike = found.choice.candidate.layout == own.run.candidate.layout
         layout = "same layout" if alike else "any layout"
         yield from row(found.choice, f"FOLD3D, {layout}: {found.choice.candidate.name}")
@@ -290,7 +291,7 @@ def _wrapped(text: str, indent: int) -> Iterator[str]:
 
 def _assumptions(found: Search, cases: Sequence[Case]) -> Iterator[str]:
     """Say what the gain rests on."""
-    if not cases or found.choice.candidate.is_stock:
+    if not cases or not found.choice.candidate.is_ours:
         return
     yield "the best of ours against the best of stock, any layout:"
     first, *others = cases

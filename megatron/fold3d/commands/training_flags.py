@@ -162,7 +162,7 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
     if candidate.setup.distributed_optimizer:
         yield "--use-distributed-optimizer --overlap-param-gather"
     if candidate.setup.gathered_bits:
-        yield "--delta-param-gather on"
+        yield "--delta-param-gather auto"
     if (instances := candidate.setup.optimizer_instances) > 1:
         yield f"--num-distributed-optimizer-instances {instances}"
     if not candidate.aligned:

@@ -69,8 +69,13 @@ class Candidate:
 
     @property
     def is_stock(self) -> bool:
-        """Whether Megatron runs it without us."""
+        """Whether its order is stock Megatron's."""
         return self.choice.order == STOCK
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether Megatron cannot run it without us."""
+        return not self.is_stock or self.setup.gathered_bits > 0
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -145,8 +150,9 @@ class Candidate:
         shards = f" --shard-segments {self.shards}" if self.shards != "off" else ""
         copies = " --offload-activations on" if self.offload else ""
         preempts = " --preemptive-comm" if self.preemptive else ""
+        codes = " --delta-param-gather auto" if self.setup.gathered_bits else ""
         placed = "" if self.setup.order == "tp-dp-pp" else f" {self.setup.order}"
-        return name + shards + copies + preempts + placed
+        return name + shards + copies + preempts + codes + placed
 
     def most_activations(self, rank: int) -> int:
         """Return how many (segment, micro-batch) activations a rank's device holds at most."""

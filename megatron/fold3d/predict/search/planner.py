@@ -128,20 +128,23 @@ def search(
         fitting += balanced
         stock = judge.fastest(fitting, of_stock=True)
         best = _plainest_first(judge.best(fitting, kept))
-        first = next((choice.candidate for choice in best if not choice.candidate.is_stock), None)
         rounded = partial(in_16_bits, tied=not shape.untied)
         coded = partial(with_coded_gathers, bits=gathered_bits)
         found = Search(
             best=best[:top],
             best_stock=stock[0] if stock else None,
-            same_layout=None if first is None else _strongest_stock(judge, first, plain),
             considered=len(everything) + len(better),
             too_large=sum(not judge.fits(b) for b in everything),
             in_16_bits=_varied(judge, (*best[:_IMPROVED], *stock), fitting, rounded),
             coded=_varied(judge, (*best[:_IMPROVED], *stock), fitting, coded),
             tried=tuple(judge.judged.values()),
         )
-        return replace(found, many_queues_s=_with_many_queues(judge, found.choice.candidate))
+        chosen = found.ours
+        return replace(
+            found,
+            same_layout=chosen and _strongest_stock(judge, chosen.candidate, plain),
+            many_queues_s=_with_many_queues(judge, found.choice.candidate),
+        )
 
 
 def strongest_stock(shape: ModelShape, cluster: Cluster, ours: Candidate) -> JudgedCandidate | None:

@@ -51,16 +51,24 @@ class Search:
     """The best of ours and of stock whose gradients travel in 16 bits, if the others' do not."""
 
     coded: tuple[JudgedCandidate, ...] = ()
-    """The best of ours and of stock whose all-gathers are coded, if that is faster."""
+    """The best of our orders and of stock's whose all-gathers are coded, if that is faster."""
 
     many_queues_s: tuple[float, float] | None = None
     """What the choice takes with 32 hardware queues, if it was simulated with one: at least, and if
     TP.sync is exposed that one queue may hide."""
 
     @property
-    def ours(self) -> JudgedCandidate | None:
-        """The best of ours, if there is any."""
+    def uncoded(self) -> JudgedCandidate | None:
+        """The best of our schedules that gathers whole parameters, if there is any."""
         return next((c for c in self.best if not c.candidate.is_stock), None)
+
+    @property
+    def ours(self) -> JudgedCandidate | None:
+        """The best that Megatron cannot run without us; the plainest if others gain too little."""
+        plainest_first = [c for c in (self.uncoded, *reversed(self.coded)) if c is not None]
+        best_s = min((c.iteration_s for c in plainest_first), default=0.0)
+        near = (c for c in plainest_first if c.iteration_s < (1 + WORTHWHILE) * best_s)
+        return next(near, None)
 
     @property
     def gain(self) -> float:

@@ -40,7 +40,8 @@ def gains_if_off_by_half(
         return iteration_s(judged.candidate, known, simulated)
 
     unheld_s = seconds(stock, cluster, waits=False)
-    gain = (stock.iteration_s + unheld_s) / 2 / ours.iteration_s - 1
+    ours_s = seconds(ours, cluster, waits=False) if ours.candidate.is_stock else ours.iteration_s
+    gain = (stock.iteration_s + unheld_s) / (ours.iteration_s + ours_s) - 1
     assumption = "stock waits half as long for its sends"
     if unheld_s > stock.iteration_s:  # a rank that waits starts nothing else on its links
         assumption += " (they then share links with other traffic)"
