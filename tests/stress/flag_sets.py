@@ -378,7 +378,9 @@ def _shared(dice: random.Random) -> FlagSet:
     is_whole = tp > 1 and "tensor parallel" not in settings  # each rank's activations
     if not is_whole and "--distribute" in settings.get("recomputation", ""):
         del settings["recomputation"]
-    if segments == 1 and "with-optimizer-step" in settings.get("gradients", ""):
+    # Stock gathers a chunk's experts before it has stepped them, so timing decides what it trains.
+    races = EXPERTS in " ".join(settings.values())
+    if (segments == 1 or races) and "with-optimizer-step" in settings.get("gradients", ""):
         del settings["gradients"]
     if "batches" in settings and "--lr-warmup-iters" in settings.get("optimizer", ""):
         del settings["optimizer"]
