@@ -52,7 +52,8 @@ def found(*best: JudgedCandidate, stock: float = 6.0, **more: object) -> Search:
 
 def test_rows_are_sorted_by_time_and_what_takes_as_long_is_one_row():
     whole = replace(AIAO, setup=replace(SETUP, distributed_optimizer=False))
-    around = replace(AIAO, setup=replace(SETUP, order="tp-pp-dp", recompute="selective"))
+    selective = replace(SETUP, order="tp-pp-dp", recompute="selective", local_layers=True)
+    around = replace(AIAO, setup=selective)
     first = judged(AIAO, 5.0, forward_s=4.5, bubble_s=0.5)
     rows = (first, judged(around, 5.006), judged(whole, 5.001))
     other = judged(replace(AIAO, choice=Choice.plain("aiao", 2)), 5.002)

@@ -10,7 +10,7 @@ from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
-from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.candidates import Candidate, candidates
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -72,3 +72,18 @@ def test_layers_are_spelled_as_megatron_reads_them():
     spelled = layout_of((6, 5, 5, 4))
     found = PipelineParallelLayerLayout.from_str(spelled, pipeline_model_parallel_size=2)
     assert [[len(s) for s in rank] for rank in found.layout] == [[7, 5], [5, 5]]
+
+
+def test_attention_of_transformer_engine_is_not_asked_to_recompute():
+    model, gpus = model_shape("gpt3-18b"), cluster("a100x128")
+    setup = Setup(tensor_parallel=8, data_parallel=4, recompute="selective")
+    engine = Candidate(
+        choice=Choice.plain("aiao", 2), setup=setup, num_ranks=4, num_microbatches=16
+    )
+    local = replace(engine, setup=replace(setup, local_layers=True))
+    assert "recompute" not in training_flags(model, gpus, engine)
+    found = training_flags(model, gpus, local)
+    assert "--transformer-impl local" in found
+    assert "--recompute-activations" in found
+    asked = [c.setup.recompute for c in candidates(model, gpus, 64, {"num_ranks": 4})]
+    assert set(asked) == {"selective", "full"}

@@ -51,4 +51,4 @@ def in_full(stock: Candidate) -> str:
     """Return a configuration of stock in words, with all that its flags set beside the layout."""
     sums = "--use-distributed-optimizer" if stock.setup.distributed_optimizer else "all-reduce"
     segments = counted(stock.num_segments, "segments")
-    return f"{stock.name}, {segments}, {sums}, recomputes {stock.setup.recompute}"
+    return f"{stock.name}, {segments}, {sums}, recomputes {stock.setup.asked_recompute}"

@@ -81,7 +81,7 @@ class Described:
             "expert_tensor_parallel": args.expert_tensor_parallel_size,
         }
         given = {name: value for name, value in sizes.items() if value is not None}
-        return given | precision_of(args)
+        return given | precision_of(args) | {"local_layers": args.transformer_impl == "local"}
 
     def _fixed(self, name: str) -> int | None:
         """Return a size that the flags give; None leaves it to the search."""

@@ -166,7 +166,7 @@ def _as_json(found: Search, own: Yours | None, user: Described, cluster: Cluster
             "gathered_bits": setup.gathered_bits or 8 * setup.element_bytes,
             "sums_in_fp32": list(sums_of(setup)),
             "layers": c.layers or None,
-            "recompute": setup.recompute,
+            "recompute": setup.asked_recompute,
             "recompute_layers": c.recompute_layers or None,
             "iteration_s": choice.iteration_s,
             **rates_of(choice, shape, cluster),

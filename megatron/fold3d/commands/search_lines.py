@@ -210,7 +210,7 @@ def _columns(choice: JudgedCandidate) -> tuple[str, ...]:
         name += f" cp={setup.context_parallel}"
     if setup.expert_parallel > 1:
         name += f" ep={setup.expert_parallel}"
-    recompute = "stage" if c.recompute_layers else _SHORT[setup.recompute]
+    recompute = "stage" if c.recompute_layers else _SHORT[setup.asked_recompute]
     return (*map(str, (*sizes, setup.microbatch_size)), sums, recompute, name)
 
 

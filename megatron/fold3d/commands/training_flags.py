@@ -131,7 +131,9 @@ def _split(candidate: Candidate) -> Iterator[str]:
         yield f"--expert-tensor-parallel-size {setup.expert_tensor_parallel}"
     if setup.sequence_parallel:
         yield "--sequence-parallel"
-    if setup.recompute == "selective":
+    if setup.local_layers:
+        yield "--transformer-impl local"
+    if setup.asked_recompute == "selective":
         yield "--recompute-activations"
     elif candidate.recompute_layers:
         yield f"--recompute-layers {','.join(map(str, candidate.recompute_layers))}"
@@ -178,7 +180,7 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
     if candidate.preemptive:
         yield "--preemptive-comm"
     if candidate.offload:
-        if candidate.setup.recompute == "none":  # all that a forward saves leaves then
+        if candidate.setup.asked_recompute == "none":  # all that a forward saves leaves then
             yield "--no-gradient-accumulation-fusion"
         yield "--offload-activations on"
 

@@ -53,7 +53,8 @@ class Setup:
     optimizer_instances: int = 1
     """Groups of replicas, each of which shards the distributed optimizer's state among itself."""
     local_layers: bool = False
-    """Layers are Megatron's own, in place of Transformer Engine's."""
+    """Layers are Megatron's own, in place of Transformer Engine's, whose attention keeps no scores
+    and so recomputes them."""
 
     def __post_init__(self) -> None:
         for field in (
@@ -104,6 +105,12 @@ class Setup:
     def gradient_bytes(self) -> int:
         """The bytes of a parameter's gradient, where it is summed."""
         return 2 if self.small_gradients else 4
+
+    @property
+    def asked_recompute(self) -> Recompute:
+        """What flags ask for: Transformer Engine's attention recomputes scores without a flag."""
+        unasked = self.recompute == "selective" and not self.local_layers
+        return "none" if unasked else self.recompute
 
     @property
     def optimizer_bytes(self) -> int:

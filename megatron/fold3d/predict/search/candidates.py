@@ -225,7 +225,8 @@ def candidates(
             and the ranks that share an expert, never are: they are `Setup`'s if not given.
     """
     microbatch_sizes = _choices(MICROBATCH_SIZES, given.get("microbatch_size"))
-    recomputes = _choices(RECOMPUTES, given.get("recompute"))
+    keeps_scores = given.get("local_layers") or given.get("recompute")
+    recomputes = _choices(RECOMPUTES[0 if keeps_scores else 1 :], given.get("recompute"))
     # Ranks that share a layer's experts; more than a node has are across nodes.
     expert_sizes = _divisors(shape.num_experts) or [1]
     if "expert_parallel" in given:
