@@ -1,12 +1,12 @@
-"""Which part of its peak a GPU achieves on a layer: by micro-batch, sequence, hidden size and tp.
+"""The part of its peak that a GPU achieves on a layer: by micro-batch, sequence, hidden size, tp.
 
-Measured rows of a cluster's file come first. Without any, a roofline tells: each kernel of a layer
-takes the longest of its arithmetic, its way to the GPU's memory, and its launch.
+Measured rows of a cluster's file come first. Without any, a roofline model is used: each kernel of
+a layer takes the longest of its arithmetic, its memory traffic, and its launch.
 
 - A matrix product is cut into tiles, of which each multiprocessor computes one at a time. In the
-  last turn half of them idle, so small products are slower.
+  last turn half of the multiprocessors idle, so small products are slower.
 - Norms, residuals and activations move bytes and compute nearly nothing.
-- Every micro-batch adds its weight gradients to those before: bytes that a larger one saves.
+- Every micro-batch reads and writes all weight gradients, so larger micro-batches move fewer bytes.
 
 `Cluster.compute_efficiency` is what large products reach, 0.79 on A100 and 0.66 on V100. Only these
 two numbers are fitted; `python -m scripts.bench.efficiency` shows to which published points, and
@@ -23,7 +23,7 @@ from megatron.fold3d.predict.cost_model.sizes import Setup
 
 _TILE = 128 * 256
 _IDLE_TURNS = 0.5
-_MEMORY_SHARE = 0.8  # of its nominal rate, that copies of large tensors reach
+_MEMORY_SHARE = 0.8  # of the memory's nominal rate, as copies of large tensors reach
 _LAUNCH_S = 5e-6
 WORST_HELD_OUT = 0.05  # of the roofline, on published points that it was not fitted to
 
