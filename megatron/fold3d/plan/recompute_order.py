@@ -1,7 +1,7 @@
-"""The verifier's check of recomputation, where it updates what later micro-batches read.
+"""The verifier's check of recomputation that updates state which later micro-batches read.
 
-This is what Megatron 0.19.2 updates in the forwards and recomputations of a training iteration, and
-the orders that train what stock trains:
+Megatron 0.19.2 updates this state in the forwards and recomputations of a training iteration. In a
+safe order, a run trains what stock trains:
 
 | State | Updated in | Safe orders |
 |---|---|---|
@@ -32,7 +32,7 @@ def check_recompute_order(plan: Plan) -> None:
     """Check that each stage recomputes its micro-batches in their order, early or in backwards.
 
     Raises:
-        PlanError: some stage does not; the plan is printed with the first one marked.
+        PlanError: a stage does not; the message marks its first such action in the plan.
     """
     for rank, program in enumerate(plan.programs):
         early, due = recomputed(program), Counter[int]()

@@ -1,4 +1,4 @@
-"""Tables of ``torch.distributed.pipelining``, as its schedules dump them, in our words.
+"""Translation of the CSV tables that ``torch.distributed.pipelining`` dumps into our words.
 
 | torch | here |
 |---|---|
@@ -67,9 +67,9 @@ def _row(row: Sequence[str], split: set[str]) -> Iterator[str]:
 
 
 def why_misplaced(plan: Plan, stage: int, rank: int) -> str:
-    """Return why a stage cannot be on a rank, as where torch places stages in a V.
+    """Return why a stage cannot be on a rank, for example in torch's V placement.
 
-    There a second segment goes back through the ranks that the first one came by.
+    In a V the second segment passes through the ranks in reverse order.
     """
     last = plan.num_stages - 1
     is_v = plan.num_segments == 2 and all(
