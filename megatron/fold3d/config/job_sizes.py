@@ -84,7 +84,7 @@ def layers_per_rank(args: Namespace) -> tuple[int, ...]:
     The result is empty if the layers cannot be split evenly, or leave a rank without any.
     """
     per_rank = given_ends(args).values()
-    rest, num_ranks = num_layers(args) - sum(per_rank), _ranks_of_the_rest(args)
+    rest, num_ranks = num_layers(args) - sum(per_rank), _ranks_without_flag(args)
     if num_ranks > 0 and rest % num_ranks:
         return ()
     found = (*per_rank, *((rest // num_ranks,) if num_ranks > 0 else ()))
@@ -120,7 +120,7 @@ def uneven_ranks(args: Namespace) -> str:
     for flag, layers in given.items():
         if layers < 1:
             return f"{flag} {layers}: a rank holds one layer at least; give 1 or more"
-    rest, ranks = num_layers(args) - sum(given.values()), _ranks_of_the_rest(args)
+    rest, ranks = num_layers(args) - sum(given.values()), _ranks_without_flag(args)
     if given and rest < ranks:
         found = " and ".join(f"{flag} {layers}" for flag, layers in given.items())
         return (
@@ -134,7 +134,7 @@ def uneven_ranks(args: Namespace) -> str:
     )
 
 
-def _ranks_of_the_rest(args: Namespace) -> int:
+def _ranks_without_flag(args: Namespace) -> int:
     return int(args.pipeline_model_parallel_size) - len(given_ends(args))
 
 
@@ -164,7 +164,7 @@ def stage_layers(args: Namespace) -> tuple[int, ...]:
         return tuple(stage.count("t") for stage in written_out(str(layout)).split("|"))
     segments = args.virtual_pipeline_model_parallel_size or 1
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    rest, others = num_layers(args) - sum(given_ends(args).values()), _ranks_of_the_rest(args)
+    rest, others = num_layers(args) - sum(given_ends(args).values()), _ranks_without_flag(args)
     of_rank = [rest // others if others else 0] * ranks
     of_rank[0] = of_rank[0] if first is None else first
     of_rank[-1] = of_rank[-1] if last is None else last

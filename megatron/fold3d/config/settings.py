@@ -133,7 +133,7 @@ def ties_embeddings(args: Namespace) -> bool:
     return bool(held_twice and args.pipeline_model_parallel_size > 1)
 
 
-def _half_of_tied_embeddings(args: Namespace) -> str:
+def _half_replicated_embeddings(args: Namespace) -> str:
     """Return the setting that ties two segments, if only one of them is replicated."""
     ends = {0, max(0, num_segments(args) - 1)}
     parts = parts_of(args, "optimizer", "replicated")
@@ -239,7 +239,7 @@ _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
     "parameters in fp32": lambda args: not (args.bf16 or args.fp16),
     "one segment": lambda args: num_segments(args) == 1,
     "several segments": lambda args: args.segments == AUTO or num_segments(args) > 1,
-    "half of tied embeddings": _half_of_tied_embeddings,
+    "half of tied embeddings": _half_replicated_embeddings,
     "full recomputation": lambda args: args.recompute_granularity == "full",
     "recomputation": lambda args: recomputes(args) or offloads_everything(args),
     "fused weight gradients": lambda args: args.gradient_accumulation_fusion,

@@ -59,10 +59,10 @@ def parse_plan(content: bytes) -> Plan:
     if not any("," in line for line in text.splitlines() if not line.startswith("#")):
         return Plan.from_text(text)
     if "REDUCE_GRAD" in text or "I" in text:
-        from megatron.fold3d.plan.torch_tables import in_our_words, is_torchs
+        from megatron.fold3d.plan.torch_tables import is_torch_table, translated
 
-        if is_torchs(text):
-            text = in_our_words(text)
+        if is_torch_table(text):
+            text = translated(text)
     return from_csv(text)
 
 

@@ -21,12 +21,12 @@ _SPLIT = re.compile(r"(\d+)(I|B)(\d+)")
 _STARTED = re.compile(r"(\d+)REDUCE_GRAD")
 
 
-def is_torchs(table: str) -> bool:
+def is_torch_table(table: str) -> bool:
     """Return True if a CSV table has torch's words for actions."""
     return _ONLY_TORCHS.search(table) is not None
 
 
-def in_our_words(table: str) -> str:
+def translated(table: str) -> str:
     """Translate torch's CSV table of actions into ours.
 
     Raises:

@@ -84,10 +84,10 @@ def best_partition(
     best: Layers = ()
     best_s = inf
 
-    def left() -> int:
+    def trials_left() -> int:
         return max(0, most_simulated - len(known))
 
-    def look_at(layers: Layers) -> bool:
+    def try_layout(layers: Layers) -> bool:
         """Simulate a layout; return whether it is better than all before."""
         nonlocal best, best_s
         seconds = known[layers] = iteration_s(layers)
@@ -105,7 +105,7 @@ def best_partition(
             if layers not in known:
                 yield layers
 
-    def looks_at_all(times: RankTimes) -> bool:
+    def try_all(times: RankTimes) -> bool:
         """Try all layouts that could be better; return False if there are too many of them."""
         if best_s == inf:
             return False
@@ -117,17 +117,17 @@ def best_partition(
         if len(layouts) > MOST_COMPARED:
             return False
         for layers in promising(layouts):
-            if not left():
+            if not trials_left():
                 return False
-            look_at(layers)
+            try_layout(layers)
         return True
 
-    look_at(start)
+    try_layout(start)
     if times is not None and most_simulated > 1 and (balanced := _balanced(start, times)) != start:
-        look_at(balanced)
-    while any(map(look_at, islice(promising(_moves(best)), left()))):
+        try_layout(balanced)
+    while any(map(try_layout, islice(promising(_moves(best)), trials_left()))):
         pass
-    is_exact = times is not None and looks_at_all(times)
+    is_exact = times is not None and try_all(times)
     return Partition(layers=best, iteration_s=best_s, is_exact=is_exact, simulated=len(known))
 
 

@@ -62,7 +62,7 @@ class _Moment(NamedTuple):
         layers = sum(count * kept[stage] for stage, count in self.live)
         alone = self.recomputing
         layers += alone is not None and kept[alone] == 0 < stages[alone].layers
-        return self.fixed + layers * _of_a_kept_layer(stages)
+        return self.fixed + layers * _kept_layer_bytes(stages)
 
     def covers(self, other: "_Moment") -> bool:
         """Tell whether this moment takes at least another's bytes, whatever layers are kept."""
@@ -93,7 +93,7 @@ def fewest_counts(
     Raises:
         ValueError: memory has no room even if all layers are recomputed.
     """
-    layers = {stage: its.layers for stage, its in stages.items()}
+    layers = {stage: size.layers for stage, size in stages.items()}
     moments = _worst_moments(program, stages, in_backwards=in_backwards)
     limit -= beside
     all_kept = _peak(moments, stages, layers)
@@ -106,7 +106,7 @@ def fewest_counts(
             "--tensor-model-parallel-size, or give --offload-activations on"
         )
     # The room of each moment beside its fixed bytes, in layers of one micro-batch.
-    room = [int((limit - moment.fixed) // _of_a_kept_layer(stages)) for moment in moments]
+    room = [int((limit - moment.fixed) // _kept_layer_bytes(stages)) for moment in moments]
     kept = _most_kept(moments, layers, room)
     return CountsChoice(
         recomputed={stage: count - kept[stage] for stage, count in layers.items()},
@@ -143,7 +143,7 @@ def _worst_moments(
             moments.add(
                 _Moment(
                     live=tuple(sorted((held - whole).items())),
-                    fixed=inputs + layers * _of_a_kept_layer(stages),
+                    fixed=inputs + layers * _kept_layer_bytes(stages),
                     recomputing=stage if alone else None,
                 )
             )
@@ -162,8 +162,8 @@ def _peak(
     return max((moment.bytes(stages, kept) for moment in moments), default=0.0)
 
 
-def _of_a_kept_layer(stages: Mapping[int, StageBytes]) -> float:
-    return max(its.kept for its in stages.values())
+def _kept_layer_bytes(stages: Mapping[int, StageBytes]) -> float:
+    return max(size.kept for size in stages.values())
 
 
 def _most_kept(

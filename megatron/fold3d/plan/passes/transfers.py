@@ -106,16 +106,16 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
                     del reader[way]
         sends: list[tuple[int, Action]] = []
         for rank, (stage, op, microbatch) in ready:
-            if (its := _WAY_OF.get(op)) is None:
+            if (direction := _WAY_OF.get(op)) is None:
                 continue
-            peer = stage + its.step
+            peer = stage + direction.step
             to = peer % num_ranks
             if 0 <= peer < num_stages and to != rank:  # a single rank sends nothing to itself
-                sends.append((rank, Action(stage, its.send, microbatch)))
+                sends.append((rank, Action(stage, direction.send, microbatch)))
                 is_unread = (to, op) in reader
                 if receives_late:
                     reader[to, op] = Action(peer, op, microbatch)
-                receive = Action(peer, its.receive, microbatch)
+                receive = Action(peer, direction.receive, microbatch)
                 if is_unread:
                     lowered[to].append(receive)
                     continue

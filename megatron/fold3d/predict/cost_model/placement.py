@@ -113,8 +113,8 @@ def _routes(
     syncs = [(rank, rank) for rank in range(num_ranks)]
     ways = {flow: ways_of(*flow) for flow in (*messages, *syncs)}
     loads: defaultdict[_Link, Counter[_Flow]] = defaultdict(Counter)
-    for flow, its in ways.items():
-        for way in its:
+    for flow, flow_ways in ways.items():
+        for way in flow_ways:
             for link in way:
                 loads[link][flow] += 1
     kinds = {
@@ -126,8 +126,8 @@ def _routes(
         if kind not in scarce and _is_scarce(kind, levels, nic_of_rank):
             scarce[kind] = len(scarce)
     of_flow = {}
-    for flow, its in ways.items():
-        found = {tuple(k for link in way if (k := kinds[link]) in scarce) for way in its}
+    for flow, flow_ways in ways.items():
+        found = {tuple(k for link in way if (k := kinds[link]) in scarce) for way in flow_ways}
         if len(found) > 1:
             raise ValueError(
                 f"nodes of pipeline rank {flow[0]} reach rank {flow[1]} through different switches"

@@ -48,7 +48,7 @@ def aiao_change(gradient_bytes: Sequence[float], setup: Setup, shards: Shards) -
     """Return by how many bytes shards change a rank's static memory while AIAO computes."""
     if shards == "off":
         return 0.0
-    plan = _of_one_rank(len(gradient_bytes), shards)
+    plan = _plan_of_one_rank(len(gradient_bytes), shards)
     return _saving(plan.programs[0], dict(enumerate(gradient_bytes)), setup)
 
 
@@ -66,7 +66,7 @@ def _saving(program: Program, gradients: Mapping[int, float], setup: Setup) -> f
 
 
 @lru_cache
-def _of_one_rank(num_segments: int, shards: Shards) -> Plan:
+def _plan_of_one_rank(num_segments: int, shards: Shards) -> Plan:
     """Return AIAO's plan on one rank; all ranks gather and free in the same order."""
     order = build("aiao", num_ranks=1, num_segments=num_segments, num_microbatches=1)
     return lower(Job.of(order, shards=shards))

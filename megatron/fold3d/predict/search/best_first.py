@@ -35,9 +35,9 @@ from megatron.fold3d.predict.search.candidate_timeline import (
 )
 from megatron.fold3d.predict.search.candidates import Candidate, estimate_of
 from megatron.fold3d.predict.search.many_microbatches import (
-    extended,
+    can_extrapolate,
+    extrapolated,
     iteration_s,
-    may_be_extended,
     measures,
 )
 from megatron.fold3d.predict.search.search_result import JudgedCandidate
@@ -97,16 +97,16 @@ class BestFirst:
             return False
         return True
 
-    def only_placed_otherwise(self, candidate: Candidate, other: Candidate) -> bool:
+    def differ_only_in_rank_order(self, candidate: Candidate, other: Candidate) -> bool:
         """Return True if candidates differ in the order of ranks, and have equal estimates."""
         orders = candidate.setup.order, other.setup.order
         return orders[0] != orders[1] and self.estimate(candidate) == self.estimate(other)
 
-    def has_time_for(self, candidate: Candidate) -> bool:
+    def is_affordable(self, candidate: Candidate) -> bool:
         """Return False if the iteration is too long to simulate, and cannot be extrapolated."""
         c = candidate
         forwards = c.num_ranks * c.num_segments * c.num_microbatches
-        return forwards <= MOST_FORWARDS or may_be_extended(c, self.estimate(c))
+        return forwards <= MOST_FORWARDS or can_extrapolate(c, self.estimate(c))
 
     def bounded(self, candidate: Candidate) -> Bounded:
         """Return a candidate's bounds, computed without a simulation."""
@@ -139,7 +139,7 @@ class BestFirst:
         found: list[tuple[float, int, JudgedCandidate]] = []  # equal times in the order of bounds
         started: deque[tuple[int, Callable[[], JudgedCandidate]]] = deque()
 
-        def end_one() -> None:
+        def finish_oldest() -> None:
             place, judged = started.popleft()
             choice = judged()
             self.judged[choice.candidate] = choice
@@ -165,11 +165,11 @@ class BestFirst:
             if is_tight or item.candidate in self.judged:
                 started.append((place, self._start(item)))
                 if len(started) == self._at_once:
-                    end_one()
+                    finish_oldest()
             else:
                 heappush(waiting, (max(seconds, self.at_least_s(item)), place, True))
         while started:
-            end_one()
+            finish_oldest()
         return tuple(choice for seconds, _, choice in found if seconds <= most_s())
 
     def fastest(
@@ -217,7 +217,7 @@ def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
 
     line = None
     if candidate.offload or not has_curve:  # other curves are not linear where memory is full
-        line = extended(candidate, item.estimate, simulated, measured)
+        line = extrapolated(candidate, item.estimate, simulated, measured)
     found = measured(simulated(candidate)) if line is None else line
     iteration_s, device_bytes, host_bytes, *exposed = found
     return JudgedCandidate(candidate, iteration_s, device_bytes, Exposure(*exposed), host_bytes)

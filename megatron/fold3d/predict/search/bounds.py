@@ -37,7 +37,7 @@ class Bounded:
 
 def bounded(candidate: Candidate, estimate: Estimate, limit_bytes: float) -> Bounded:
     """Return a candidate with its bounds; memory is exact only if its bound exceeds the limit."""
-    most = max(_of_rank(candidate, estimate, rank) for rank in range(candidate.num_ranks))
+    most = max(_rank_bytes(candidate, estimate, rank) for rank in range(candidate.num_ranks))
     if most > limit_bytes and has_exact_bytes(candidate):
         most = exact_bytes(candidate, estimate, above=limit_bytes)
     if candidate.recompute_layers:  # the numbers were chosen to fit, and differ between stages
@@ -68,7 +68,7 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
     if not choice.splits:  # backwards compute the weight gradients
         costs = replace(costs, weight_s=())
     microbatches, nics = candidate.num_microbatches, estimate.nic_of_rank
-    inside_s = earlier_s(candidate, estimate)
+    inside_s = head_start_s(candidate, estimate)
     bound_s = order_s(costs, microbatches, nics, early=early) + first_sync_s(candidate, estimate)
     sync_s = [sum(costs.grad_sync_s[rank::ranks]) for rank in range(ranks)]
     if choice.carries:
@@ -93,10 +93,10 @@ def first_sync_s(candidate: Candidate, estimate: Estimate) -> float:
     """
     if candidate.choice.splits:
         return 0.0
-    return max(0.0, estimate.costs.grad_sync_s[0] - earlier_s(candidate, estimate))
+    return max(0.0, estimate.costs.grad_sync_s[0] - head_start_s(candidate, estimate))
 
 
-def earlier_s(candidate: Candidate, estimate: Estimate) -> float:
+def head_start_s(candidate: Candidate, estimate: Estimate) -> float:
     """Return how many seconds before a stage's last backward ends its DP.sync may begin."""
     if not launches_in_backward(candidate, estimate):
         return 0.0
@@ -114,7 +114,7 @@ def _most_copied(candidate: Candidate, of_stage: Sequence[float]) -> float:
     return each * max(0, candidate.num_microbatches - 2)
 
 
-def _of_rank(candidate: Candidate, estimate: Estimate, rank: int) -> float:
+def _rank_bytes(candidate: Candidate, estimate: Estimate, rank: int) -> float:
     """Return an upper bound on a rank's bytes, from its largest number of activations."""
     footprint, ranks = estimate.footprint, candidate.num_ranks
     held = _resident_bytes(candidate, estimate, rank)
@@ -146,7 +146,7 @@ def exact_bytes(candidate: Candidate, estimate: Estimate, above: float = 0.0) ->
     each = 2 if choice.pairs else 1  # the order then has one micro-batch for each pair
     passes, group = -(-microbatches // each), choice.group and choice.group // each
     plain = Choice.plain(choice.schedule, candidate.num_segments, group=group, ahead=choice.ahead)
-    bounds = sorted(((_of_rank(candidate, estimate, r), r) for r in range(ranks)), reverse=True)
+    bounds = sorted(((_rank_bytes(candidate, estimate, r), r) for r in range(ranks)), reverse=True)
     most = 0.0
     for bound, rank in bounds:
         if bound <= max(most, above):
@@ -198,7 +198,7 @@ def rank_times(
     moved[source] -= 1
     moved[target] += 1
     work_s, moved_s = (
-        _of_microbatch_s(costs_of(layers), may_keep_layers) for layers in (start, tuple(moved))
+        _microbatch_s(costs_of(layers), may_keep_layers) for layers in (start, tuple(moved))
     )
     layer_s = work_s[source] - moved_s[source]
     return RankTimes(
@@ -211,7 +211,7 @@ def rank_times(
     )
 
 
-def _of_microbatch_s(costs: Costs, may_keep_layers: bool) -> list[float]:
+def _microbatch_s(costs: Costs, may_keep_layers: bool) -> list[float]:
     """Return the seconds of one micro-batch's forward and backward in each stage."""
     again_s = costs.recompute_s if may_keep_layers else ()
     rows = zip(

@@ -131,7 +131,7 @@ class Judge:
         """Simulate a plan; if it carries sums, first choose their shares and lower it again."""
         choice, costs, link = job.choice, self.costs, self.link
         if not choice.carries:
-            costs = _stepping_last(costs, job.num_ranks)
+            costs = _with_steps_last(costs, job.num_ranks)
         else:
             shares = (choice.share or 0.0,) * plan.num_stages
             if choice.share is None:  # with slices DP.sync delays nothing, as without queues
@@ -143,7 +143,7 @@ class Judge:
         return Simulated(job=job, plan=plan, timeline=timeline)
 
 
-def _stepping_last(costs: Costs, num_ranks: int) -> Costs:
+def _with_steps_last(costs: Costs, num_ranks: int) -> Costs:
     """Move each rank's optimizer steps to its first segment, whose gradients are complete last."""
     if not (steps := costs.optimizer_s):
         return costs

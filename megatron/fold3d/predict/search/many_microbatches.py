@@ -34,7 +34,7 @@ def measures(timeline: Timeline) -> tuple[float, ...]:
     return timeline.period_s, *mean(exposure(timeline))
 
 
-def extended(
+def extrapolated(
     candidate: Candidate,
     estimate: Estimate,
     simulated: Callable[[Candidate], Timeline],
@@ -46,7 +46,7 @@ def extended(
         estimate: the candidate's costs, which do not depend on the number of micro-batches.
         measures: returns the measures of a timeline, the iteration's seconds first.
     """
-    if not may_be_extended(candidate, estimate):
+    if not can_extrapolate(candidate, estimate):
         return None
     numbers, group = _numbers(candidate, estimate), _group(candidate)
     group_s = _bottleneck_s(candidate, estimate, group)
@@ -68,12 +68,12 @@ def extended(
 def iteration_s(
     candidate: Candidate, estimate: Estimate, simulated: Callable[[Candidate], Timeline]
 ) -> float:
-    """Return the seconds of a candidate's iteration, extrapolated if possible: see `extended`."""
-    line = extended(candidate, estimate, simulated)
+    """Return the seconds of an iteration, extrapolated if possible: see `extrapolated`."""
+    line = extrapolated(candidate, estimate, simulated)
     return simulated(candidate).period_s if line is None else line[0]
 
 
-def may_be_extended(candidate: Candidate, estimate: Estimate) -> bool:
+def can_extrapolate(candidate: Candidate, estimate: Estimate) -> bool:
     """Return True if extrapolation from three iterations may be exact and saves time."""
     few = candidate.num_microbatches < _LEAST_SAVED * sum(_numbers(candidate, estimate))
     return not few and not _has_a_limit(candidate, estimate)

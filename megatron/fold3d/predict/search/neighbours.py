@@ -13,11 +13,11 @@ def neighbours(
 ) -> Iterator[Candidate]:
     """Yield candidates that differ from this one in one choice."""
     yield from _with_other_groups(candidate)
-    yield from _with_a_lighter_end(candidate, num_layers)
+    yield from _with_lighter_last_stage(candidate, num_layers)
     yield from with_other_sums(candidate)
     yield from _with_other_forwards_ahead(candidate)
     yield from recomputed_and_paired(candidate, assumed)
-    yield from _in_another_order(candidate)
+    yield from _in_other_rank_order(candidate)
     if "delay-weight-grads" in assumed and candidate.shards == "off":
         yield from _with_placed_weight_grads(candidate)
         yield from _with_delayed_weight_grads(candidate)
@@ -67,7 +67,7 @@ def with_other_sums(candidate: Candidate) -> Iterator[Candidate]:
                 yield replace(candidate, setup=in_several, aligned=candidate.num_ranks == 1)
 
 
-def _with_a_lighter_end(candidate: Candidate, num_layers: int) -> Iterator[Candidate]:
+def _with_lighter_last_stage(candidate: Candidate, num_layers: int) -> Iterator[Candidate]:
     """Yield the candidate with one layer moved from the last stage, which has the head."""
     ranks, num_stages = candidate.num_ranks, candidate.num_ranks * candidate.num_segments
     layers = list(candidate.layers or (num_layers // num_stages,) * num_stages)
@@ -86,7 +86,7 @@ def _with_other_forwards_ahead(candidate: Candidate) -> Iterator[Candidate]:
     yield candidate.with_options(ahead=3)
 
 
-def _in_another_order(candidate: Candidate) -> Iterator[Candidate]:
+def _in_other_rank_order(candidate: Candidate) -> Iterator[Candidate]:
     """Yield the candidate in the other order of pipeline ranks and replicas: see `Order`."""
     setup = candidate.setup
     if candidate.num_ranks > 1 and setup.data_parallel > 1:
@@ -180,5 +180,5 @@ def _with_delayed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
     middle = segments // 2
     for chosen in ((segments - 1,), (middle, segments - 1), (middle - 1, middle)):
         if chosen[0] > 0 and len(set(chosen)) == len(chosen):
-            for its in setups:
-                yield replace(candidate, setup=its).changed(chosen, wgrad="last")
+            for each_setup in setups:
+                yield replace(candidate, setup=each_setup).changed(chosen, wgrad="last")

@@ -40,8 +40,8 @@ from megatron.fold3d.predict.search.neighbours import (
 )
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
 
-_COUNTED = 6  # candidates with full recomputation that are tried with fewer recomputed layers
-_IMPROVED = 3  # best candidates whose neighbours are tried
+_MOST_COUNTED = 6  # candidates with full recomputation that are tried with fewer recomputed layers
+_MOST_IMPROVED = 3  # best candidates whose neighbours are tried
 _MOST_PARTITIONS = 12  # layouts of layers that are simulated for each of the best candidates
 _MOST_LAID_OUT = 20_000  # forwards in the simulations of these layouts
 
@@ -80,11 +80,11 @@ def search(
         if not everything:
             raise ValueError(nothing_divides(shape, cluster, global_batch_size, given))
         if "offload" not in assumed:
-            everything += map(judge.bounded, _that_memory_asks_to_offload(everything, judge.fits))
-        everything += [*_that_shards_make_fit(everything, judge)]
-        plain = _quickest_of_each(filter(judge.fits, everything))
+            everything += map(judge.bounded, _offload_variants(everything, judge.fits))
+        everything += [*_sharded_variants(everything, judge)]
+        plain = _without_slower_recomputation(filter(judge.fits, everything))
         fitting = [*plain]
-        kept = max(top, _IMPROVED)  # so that the answer is the same for every `top`
+        kept = max(top, _MOST_IMPROVED)  # so that the answer is the same for every `top`
         best = judge.best(fitting, kept)
         stock = judge.fastest(fitting, of_stock=True)
         if not best:
@@ -100,15 +100,15 @@ def search(
             )
         others = dict.fromkeys(
             other
-            for choice in (*best[:_IMPROVED], *stock)
+            for choice in (*best[:_MOST_IMPROVED], *stock)
             for other in neighbours(choice.candidate, shape.num_layers, assumed)
             if judge.can_place(other)
-            and (other.choice.group == choice.candidate.choice.group or judge.has_time_for(other))
-            and not judge.only_placed_otherwise(other, choice.candidate)
+            and (other.choice.group == choice.candidate.choice.group or judge.is_affordable(other))
+            and not judge.differ_only_in_rank_order(other, choice.candidate)
         )
-        others |= dict.fromkeys(_that_replicate(best[:_IMPROVED], tied=not shape.untied))
+        others |= dict.fromkeys(_replicated_variants(best[:_MOST_IMPROVED], tied=not shape.untied))
         if "recompute-layers" in assumed:
-            for counted in _recomputing_less(judge, fitting):
+            for counted in _with_fewer_recomputed(judge, fitting):
                 others |= dict.fromkeys((counted, *recomputed_and_paired(counted, assumed)))
         known = {item.candidate for item in fitting}
         better = [judge.bounded(other) for other in others if other not in known]
@@ -137,8 +137,8 @@ def search(
             same_layout=None if first is None else _strongest_stock(judge, first, plain),
             considered=len(everything) + len(better),
             too_large=sum(not judge.fits(b) for b in everything),
-            in_16_bits=_varied(judge, (*best[:_IMPROVED], *stock), fitting, rounded),
-            coded=_varied(judge, (*best[:_IMPROVED], *stock), fitting, coded),
+            in_16_bits=_varied(judge, (*best[:_MOST_IMPROVED], *stock), fitting, rounded),
+            coded=_varied(judge, (*best[:_MOST_IMPROVED], *stock), fitting, coded),
             tried=tuple(judge.judged.values()),
         )
         return replace(found, many_queues_s=_with_many_queues(judge, found.choice.candidate))
@@ -158,7 +158,7 @@ def strongest_stock(shape: ModelShape, cluster: Cluster, ours: Candidate) -> Jud
     judge = BestFirst(shape, cluster)
     of_stock = (c for c in candidates(shape, cluster, batch, given) if c.is_stock)
     found = map(judge.bounded, filter(judge.can_place, of_stock))
-    return _strongest_stock(judge, ours, _quickest_of_each(filter(judge.fits, found)))
+    return _strongest_stock(judge, ours, _without_slower_recomputation(filter(judge.fits, found)))
 
 
 def judged(shape: ModelShape, cluster: Cluster, candidate: Candidate) -> JudgedCandidate:
@@ -224,7 +224,7 @@ def _refitted(judge: BestFirst, candidate: Candidate) -> Candidate:
     return replace(c, recompute_layers=counts)
 
 
-def _recomputing_less(judge: BestFirst, among: Sequence[Bounded]) -> Iterator[Candidate]:
+def _with_fewer_recomputed(judge: BestFirst, among: Sequence[Bounded]) -> Iterator[Candidate]:
     """Yield the most promising candidates with full recomputation, recomputing fewer layers."""
     every_layer = (
         item
@@ -232,7 +232,7 @@ def _recomputing_less(judge: BestFirst, among: Sequence[Bounded]) -> Iterator[Ca
         if item.candidate.setup.recompute == "full"
         and not (item.candidate.is_stock or item.candidate.offload)
     )
-    for item in sorted(every_layer, key=lambda item: item.bound_s)[:_COUNTED]:
+    for item in sorted(every_layer, key=lambda item: item.bound_s)[:_MOST_COUNTED]:
         with suppress(ValueError):  # memory beside the activations had a closer bound before
             yield _refitted(judge, item.candidate)
 
@@ -246,7 +246,7 @@ def _strongest_stock(
         other
         for choice in judge.fastest(alike, of_stock=True)
         for other in neighbours(choice.candidate, judge.shape.num_layers)
-        if judge.can_place(other) and judge.has_time_for(other)
+        if judge.can_place(other) and judge.is_affordable(other)
     )
     alike += filter(judge.fits, map(judge.bounded, dict.fromkeys(others)))
     for choice in judge.fastest(alike, of_stock=True):
@@ -284,7 +284,7 @@ def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate,
     return best
 
 
-def _that_memory_asks_to_offload(
+def _offload_variants(
     all_: Sequence[Bounded], fits: Callable[[Bounded], bool]
 ) -> Iterator[Candidate]:
     """Yield AIAO with offload for each split of the model in which AIAO does not fit otherwise.
@@ -303,7 +303,7 @@ def _that_memory_asks_to_offload(
             yield replace(item.candidate, offload=True)
 
 
-def _that_shards_make_fit(all_: Sequence[Bounded], judge: BestFirst) -> Iterator[Bounded]:
+def _sharded_variants(all_: Sequence[Bounded], judge: BestFirst) -> Iterator[Bounded]:
     """Yield AIAO with sharded weights, or also sharded gradients, where it does not fit otherwise.
 
     A candidate that fits gains nothing from shards, since sharded weights add an all-gather.
@@ -321,7 +321,7 @@ def _that_shards_make_fit(all_: Sequence[Bounded], judge: BestFirst) -> Iterator
                 break
 
 
-def _that_replicate(best: Iterable[JudgedCandidate], *, tied: bool) -> Iterator[Candidate]:
+def _replicated_variants(best: Iterable[JudgedCandidate], *, tied: bool) -> Iterator[Candidate]:
     """Yield variants with replicated segments of the best candidate that may gain from them.
 
     Replication moves DP.sync from the forward to the backward. Only exposed DP.sync can gain.
@@ -367,7 +367,7 @@ def _varied(
     )
 
 
-def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:
+def _without_slower_recomputation(among: Iterable[Bounded]) -> list[Bounded]:
     """Of candidates that differ only in recomputation, keep the fastest by its bound.
 
     All candidates with offload are kept, since less recomputation means more copies for them.

@@ -37,9 +37,9 @@ def auto_shares(plan: Plan, costs: Costs, link: Link) -> tuple[float, ...]:
     for rank, spans in enumerate(first.ranks):
         own = range(rank, stages, ranks)
         ready_s = _ready_s(spans)
-        slower = _slower(spans, ready_s, at_once_s)
+        slowdown = _slowdown(spans, ready_s, at_once_s)
         shares[rank::ranks] = backward_shares(
-            [ready_s[stage] for stage in own], [slower * late_s[stage] for stage in own]
+            [ready_s[stage] for stage in own], [slowdown * late_s[stage] for stage in own]
         )
     return tuple(shares)
 
@@ -57,7 +57,7 @@ def _ready_s(spans: Sequence[Span]) -> dict[int, float]:
     return ready_s
 
 
-def _slower(
+def _slowdown(
     spans: Sequence[Span], ready_s: Mapping[int, float], at_once_s: Sequence[float]
 ) -> float:
     """Return the factor by which messages slow DP.sync down before the last backward ends.
@@ -73,8 +73,8 @@ def _slower(
         is_sum = span.action.op not in GATHER_OPS
         if is_sum and ready_s[span.action.stage] <= span.start_s < last_s:
             of_stage.setdefault(span.action.stage, []).append(span)
-    ended = {s: its for s, its in of_stage.items() if all(span.end_s <= last_s for span in its)}
+    ended = {s: sums for s, sums in of_stage.items() if all(span.end_s <= last_s for span in sums)}
     behind = ended or of_stage
     alone_s = sum(at_once_s[stage] for stage in behind)
-    there_s = covered_s(span for its in behind.values() for span in its)
+    there_s = covered_s(span for sums in behind.values() for span in sums)
     return there_s / alone_s if alone_s else 1.0

@@ -138,7 +138,7 @@ class DeviceRun:
         marked, reasons = {}, []
         for rank in self.ranks:
             if heads := self._heads(rank):
-                at, reason = self._held_up(rank, *heads[0])
+                at, reason = self._reason_to_wait(rank, *heads[0])
                 marked[rank.number] = programs[rank.number].index(at)
                 reasons.append(f"rank {rank.number}{reason}")
         connections = self.device.connections
@@ -146,7 +146,7 @@ class DeviceRun:
         text = f"deadlock with {queues}: {'; '.join(reasons[:_NAMED])}"
         return error_at(self.steps.plan, marked, text)
 
-    def _held_up(self, rank: _Rank, iteration: int, number: int) -> tuple[Action, str]:
+    def _reason_to_wait(self, rank: _Rank, iteration: int, number: int) -> tuple[Action, str]:
         """Return the action at which a rank waits, and the reason as text."""
         limit, items = self.most_outstanding, rank.items
         if limit is not None and rank.issued < rank.released * len(items):

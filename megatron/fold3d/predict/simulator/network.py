@@ -181,13 +181,13 @@ class Network:
                 for flow, rate in _max_min(flows, free, on_link):
                     self._set_rate(flow, rate)
         if self._preemptive:
-            self._share_what_is_left()
+            self._share_rest()
         for nic in nics if self._budgets else ():
             sent = (flow for link in (2 * nic, 2 * nic + 1) for flow in self._flows[link])
             paused = bool(self._background[nic]) and any(flow.rate > 0 for flow in sent)
             self._budgets[nic].pause(paused=paused)
 
-    def _share_what_is_left(self) -> None:
+    def _share_rest(self) -> None:
         """Give collectives that yield to messages the bandwidth that messages leave."""
         yielding = dict.fromkeys(flow for flows in self._background for flow in flows)
         if not yielding:

@@ -144,7 +144,7 @@ def _iterations_from(timeline: Timeline, first: int) -> Timeline:
     """Return the iterations from ``first`` on, with numbers and times that begin at zero."""
     kept = Timeline.of(
         (span._replace(iteration=span.iteration - first) for span in spans)
-        for spans in ((s for s in its if s.iteration >= first) for its in timeline.ranks)
+        for spans in ((s for s in rank if s.iteration >= first) for rank in timeline.ranks)
     )
     zero_s = min(s.start_s for spans in kept.ranks for s in spans if s.lane in BUSY_LANES)
     return kept.between(zero_s, inf)
