@@ -31,7 +31,7 @@ _MEASURE = "`fold3d doctor --write-cluster FILE` measures yours"
 
 
 def source_of(cluster: Cluster) -> str:
-    """Say where the efficiency comes from."""
+    """Return the source of a cluster's efficiency, as text for a report."""
     if rows := len(cluster.layer_efficiencies):
         return f"measured on {rows} sizes of a layer by fold3d doctor"
     if cluster.memory_bytes_per_s:
@@ -61,7 +61,7 @@ def efficiency(cluster: Cluster, shape: ModelShape, setup: Setup) -> float:
 
 
 def _roofline(cluster: Cluster, shape: ModelShape, setup: Setup, *sizes: float) -> float:
-    """Return the part of the GPUs' FLOP/s for other sizes: micro-batch, sequence, hidden, tp."""
+    """Return the part of the GPUs' FLOP/s for given sizes: micro-batch, sequence, hidden, tp."""
     flops = seconds = 0.0
     bytes_per_s = cluster.memory_bytes_per_s * _MEMORY_SHARE
     for kernel_flops, kernel_bytes, tiles in _kernels(shape, setup, *sizes):
@@ -76,9 +76,9 @@ def _roofline(cluster: Cluster, shape: ModelShape, setup: Setup, *sizes: float) 
 def _kernels(
     shape: ModelShape, setup: Setup, microbatch: float, sequence: float, hidden: float, t: float
 ) -> Iterator[tuple[float, float, float]]:
-    """Yield the FLOPs, the bytes, and the tiles of each kernel of a layer; no tiles of others.
+    """Yield (FLOPs, bytes, tiles) of each kernel of a layer's forward and backward.
 
-    The layer is the model's last, as wide as ``hidden`` asks for. Its forward and its backward.
+    The layer is the model's last, scaled to the width ``hidden``. Only matrix products have tiles.
     """
     wider, layer = hidden / shape.hidden_size, shape.num_layers - 1
     tokens = microbatch * sequence / setup.context_parallel
@@ -92,11 +92,11 @@ def _kernels(
     for inputs, outputs in linears:
         moved = 2 * (tokens * (inputs + outputs) + inputs * outputs)
         each = 2 * tokens * inputs * outputs, moved
-        yield *each, tokens * outputs / _TILE  # the outputs, and both gradients
+        yield *each, tokens * outputs / _TILE  # the forward; then input and weight gradients
         yield *each, tokens * inputs / _TILE
         yield *each, inputs * outputs / _TILE
     scores = tokens * sequence * shape.num_attention_heads / t
-    scores *= setup.local_layers  # those of Transformer Engine never reach the GPU's memory
+    scores *= setup.local_layers  # Transformer Engine's scores never reach the GPU's memory
     whole = t if setup.sequence_parallel else 1
     elementwise = [4 * tokens * hidden / whole] * 2 + [7 * tokens * hidden / whole] * 2
     elementwise += [2 * (gated + 1) * tokens * w for _, w in widths]
