@@ -116,8 +116,8 @@ def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
         asking := [flag for flag, given in flags.items() if given]
     ) and not OFFLOAD_LIBRARY.exists():
         yield (
-            f"{' and '.join(asking)} without {OFFLOAD_LIBRARY}: on a GPU copies and host memory "
-            "are its; run: make build-cuda"
+            f"{' and '.join(asking)} without {OFFLOAD_LIBRARY}: on a GPU this library "
+            "copies and holds host memory; run: make build-cuda"
         )
 
 

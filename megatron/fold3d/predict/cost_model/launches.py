@@ -1,7 +1,8 @@
 """The number of collectives that our runtime launches for a stage's DP.sync.
 
-Stock launches one per model chunk. Our runtime does the same with the distributed optimizer, and
-where all streams of a GPU share one hardware queue: there it cuts no buckets into slices.
+Stock launches one per model chunk. Our runtime launches one per bucket, or per slice of deferred
+DP.sync. It cuts no more buckets than stock with the distributed optimizer, or with one hardware
+queue for all streams of a GPU.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ def launches(
     """Return the number of launches of each stage.
 
     Args:
-        deferred: whether DP.sync reaches into the next iteration: then buckets are cut into slices.
+        deferred: whether DP.sync reaches into the next iteration, so that it is cut into slices.
     """
     cuts = cuts_every_segment(
         one_queue=connections == 1, distributed_optimizer=setup.distributed_optimizer

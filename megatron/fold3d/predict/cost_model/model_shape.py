@@ -360,7 +360,7 @@ class ModelShape:
         positions = 0 if self.rotary_base else self.max_positions or self.seq_length  # learned
         stages[0] += vocabulary + Parameters(whole=positions * self.hidden_size)
         stages[-1] += Parameters(whole=self.norm_size * self.hidden_size)
-        if len(stages) > 1 or self.untied:  # if tied to the first stage's, a copy of its own
+        if len(stages) > 1 or self.untied:  # tied weights are a copy of the first stage's
             stages[-1] += vocabulary
         return tuple(stages)
 
@@ -449,7 +449,7 @@ SHAPES = {
                qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, num_experts=256,
                experts_per_token=8, expert_ffn_hidden_size=2048,
                shared_expert_ffn_hidden_size=2048, num_dense_layers=3),
-        # what scripts/bench/compare.py trains by default
+        # the default model of scripts/bench/compare.py
         ModelShape("testbed", 16, 256, 4, seq_length=32, vocab_size=128),
     )
 }  # fmt: skip

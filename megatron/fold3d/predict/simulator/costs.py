@@ -158,7 +158,7 @@ class Costs:
         return 2 if recomputes else 1
 
     def in_shards(self, parameter_share: float) -> Self:
-        """Return the costs of reduce-scatters and all-gathers, from those of all-reduces.
+        """Return costs with reduce-scatters and all-gathers in place of all-reduces.
 
         Args:
             parameter_share: bytes of a parameter divided by bytes of its gradient; it is not used
