@@ -66,7 +66,7 @@ def _row(row: Sequence[str], split: set[str]) -> Iterator[str]:
     yield from (f"{stage}STEP" for stage in all_started)
 
 
-def why_misplaced(plan: Plan, stage: int, rank: int) -> str:
+def placement_error(plan: Plan, stage: int, rank: int) -> str:
     """Return why a stage cannot be on a rank, for example in torch's V placement.
 
     In a V the second segment passes through the ranks in reverse order.

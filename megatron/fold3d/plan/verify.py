@@ -78,9 +78,9 @@ def _check_actions(plan: Plan) -> AbstractSet[tuple[int, Op]]:
     for rank, program in enumerate(plan.programs):
         for index, (stage, op, microbatch) in enumerate(program):
             if stage % plan.num_ranks != rank:
-                from megatron.fold3d.plan.torch_tables import why_misplaced
+                from megatron.fold3d.plan.torch_tables import placement_error
 
-                raise error_at(plan, {rank: index}, why_misplaced(plan, stage, rank))
+                raise error_at(plan, {rank: index}, placement_error(plan, stage, rank))
             found[stage, op].append(microbatch)
     for (stage, op), microbatches in found.items():
         if len(set(microbatches)) < len(microbatches):

@@ -114,7 +114,7 @@ def fewest_counts(
     )
 
 
-def peak_if_all_recomputed(program: Program, stages: Mapping[int, StageBytes]) -> float:
+def fully_recomputed_peak(program: Program, stages: Mapping[int, StageBytes]) -> float:
     """Return a rank's peak bytes of saved and recomputed activations, with full recomputation."""
     moments = _worst_moments(program, stages, in_backwards=True)
     return _peak(moments, stages, dict.fromkeys(stages, 0))

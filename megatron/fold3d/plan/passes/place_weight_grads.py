@@ -197,7 +197,7 @@ class _Play:
         heapq.heappush(self.due, (now_s + self.times.weight_s[action.stage], rank.number))
 
 
-def place_as_if_equal(plan: Plan, most: int | None = None) -> Plan:
+def place_with_equal_times(plan: Plan, most: int | None = None) -> Plan:
     """Place weight gradients as if all computations took equally long, when no times are known.
 
     Args:

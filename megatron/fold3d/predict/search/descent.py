@@ -272,11 +272,11 @@ def with_other_forwards_ahead(judge: Judge) -> list[Choice]:
     """Return the judge's choice with each other number of forwards ahead that may be fastest."""
     first = judge.job.choice
     usual = first.ahead or FORWARDS_AHEAD[first.schedule]
-    numbers = worth_trying(judge.costs, judge.job.num_ranks, judge.job.num_microbatches)
+    numbers = useful_forwards_ahead(judge.costs, judge.job.num_ranks, judge.job.num_microbatches)
     return [replace(first, ahead=number) for number in numbers if number != usual]
 
 
-def worth_trying(costs: Costs, num_ranks: int, num_microbatches: int) -> range:
+def useful_forwards_ahead(costs: Costs, num_ranks: int, num_microbatches: int) -> range:
     """Return the numbers of forwards ahead that may be fastest.
 
     The largest is two more than hide the transfers, which can help on a shared link while the

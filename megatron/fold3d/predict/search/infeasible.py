@@ -20,7 +20,7 @@ _FLAGS: dict[str, tuple[str, Callable[[Candidate], int]]] = {
 """The sizes that can be fixed: the name in `fold3d search`, and the place in a candidate."""
 
 
-def nothing_divides(
+def no_split_message(
     shape: ModelShape, cluster: Cluster, global_batch_size: int, given: Mapping[str, Any]
 ) -> str:
     """Return a message with the given sizes that cannot divide the job, and values that can."""
@@ -40,7 +40,7 @@ def nothing_divides(
     return f"{found}; {fix}try a batch that is a multiple of the number of GPUs"
 
 
-def nothing_fits(
+def no_fit_message(
     shape: ModelShape,
     cluster: Cluster,
     global_batch_size: int,

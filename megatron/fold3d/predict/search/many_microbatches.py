@@ -48,7 +48,7 @@ def extrapolated(
     """
     if not can_extrapolate(candidate, estimate):
         return None
-    numbers, group = _numbers(candidate, estimate), _group(candidate)
+    numbers, group = _three_sizes(candidate, estimate), _group(candidate)
     group_s = _bottleneck_s(candidate, estimate, group)
     timelines = [simulated(with_microbatches(candidate, number)) for number in numbers]
     first, second, third = map(measures, timelines)
@@ -75,7 +75,7 @@ def iteration_s(
 
 def can_extrapolate(candidate: Candidate, estimate: Estimate) -> bool:
     """Return True if extrapolation from three iterations may be exact and saves time."""
-    few = candidate.num_microbatches < _LEAST_SAVED * sum(_numbers(candidate, estimate))
+    few = candidate.num_microbatches < _LEAST_SAVED * sum(_three_sizes(candidate, estimate))
     return not few and not _has_a_limit(candidate, estimate)
 
 
@@ -96,7 +96,7 @@ def _group(candidate: Candidate) -> int:
     return lcm(period, candidate.group) if candidate.group < candidate.num_microbatches else period
 
 
-def _numbers(candidate: Candidate, estimate: Estimate) -> tuple[int, int, int]:
+def _three_sizes(candidate: Candidate, estimate: Estimate) -> tuple[int, int, int]:
     """Return three numbers of micro-batches, which outlast the ramps and twice a rank's DP.sync."""
     costs, ranks, group = estimate.costs, candidate.num_ranks, _group(candidate)
     ramps = 2 * group

@@ -30,7 +30,7 @@ from megatron.fold3d.predict.search.best_first import (
 from megatron.fold3d.predict.search.bounds import Bounded, rank_times
 from megatron.fold3d.predict.search.candidate_timeline import computed, many_queues_s
 from megatron.fold3d.predict.search.candidates import FREE, Assumption, Candidate, candidates
-from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
+from megatron.fold3d.predict.search.infeasible import no_fit_message, no_split_message
 from megatron.fold3d.predict.search.neighbours import (
     in_16_bits,
     neighbours,
@@ -78,7 +78,7 @@ def search(
             if judge.can_place(c)
         ]
         if not everything:
-            raise ValueError(nothing_divides(shape, cluster, global_batch_size, given))
+            raise ValueError(no_split_message(shape, cluster, global_batch_size, given))
         if "offload" not in assumed:
             everything += map(judge.bounded, _offload_variants(everything, judge.fits))
         everything += [*_sharded_variants(everything, judge)]
@@ -89,7 +89,7 @@ def search(
         stock = judge.fastest(fitting, of_stock=True)
         if not best:
             raise ValueError(
-                nothing_fits(
+                no_fit_message(
                     shape,
                     cluster,
                     global_batch_size,

@@ -14,7 +14,7 @@ from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.ops import WAYS
 from megatron.fold3d.plan.passes.pairs import check_pairs
-from megatron.fold3d.plan.passes.place_weight_grads import place_as_if_equal
+from megatron.fold3d.plan.passes.place_weight_grads import place_with_equal_times
 from megatron.fold3d.plan.schedules import check_sizes
 from megatron.fold3d.policy.partition import Layers, best_partition
 from megatron.fold3d.predict.cost_model.estimate import Estimate
@@ -24,7 +24,7 @@ from megatron.fold3d.predict.cost_model.sharded_footprint import sharded_footpri
 from megatron.fold3d.predict.search.bounds import rank_times
 from megatron.fold3d.predict.search.candidate_timeline import computed, judge_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.descent import Descent, Space, worth_trying
+from megatron.fold3d.predict.search.descent import Descent, Space, useful_forwards_ahead
 from megatron.fold3d.predict.search.judge import Judge, Simulated, stage_times
 
 _MOST_LAYOUTS = 100
@@ -161,7 +161,7 @@ class PredictedRun:
         orders = [first]
         if self.auto_ahead:
             c = self.candidate
-            numbers = worth_trying(self.known.costs, c.num_ranks, c.num_microbatches)
+            numbers = useful_forwards_ahead(self.known.costs, c.num_ranks, c.num_microbatches)
             orders = [replace(first, ahead=number) for number in numbers]
         if first.fills_gaps:
             stage_times(self.known.costs)  # raises if there is nothing to place
@@ -169,7 +169,7 @@ class PredictedRun:
             order = self.judge(orders[0]).job.computed
             if first.held is not None and max(peak_activations(order)) > first.held:
                 # Raises at the first forward that exceeds the limit.
-                place_as_if_equal(order.select(way.compute for way in WAYS), first.held)
+                place_with_equal_times(order.select(way.compute for way in WAYS), first.held)
         if self.auto_replicated:
             free["optimizer"] = "sharded", "replicated"
         if not free and len(orders) == 1:

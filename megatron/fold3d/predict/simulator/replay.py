@@ -96,7 +96,7 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
                 raise PlanError(f"no {op} of stage {stage} in the trace; trace whole iterations")
         return tuple(median(seconds[stage, op]) if stage in of_stages else 0.0 for stage in stages)
 
-    def if_any(op: Op) -> tuple[float, ...]:
+    def optional(op: Op) -> tuple[float, ...]:
         return typical(op, [stage for stage in stages if (stage, op) in seconds])
 
     split = sorted(set().union(*map(split_stages, plan.programs)))
@@ -113,9 +113,9 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
         p2p_s=p2p_s,
         grad_sync_s=tuple(min(sync.get((stage, False), [0.0])) for stage in stages),
         param_gather_s=tuple(min(sync.get((stage, True), [0.0])) for stage in stages),
-        offload_s=if_any(Op.OFFLOAD),
-        reload_s=if_any(Op.RELOAD),
-        optimizer_s=if_any(Op.STEP),
+        offload_s=optional(Op.OFFLOAD),
+        reload_s=optional(Op.RELOAD),
+        optimizer_s=optional(Op.STEP),
     )
 
 
