@@ -3,8 +3,8 @@
 Placement is Megatron's, see `estimate`. Nodes are numbered in the order of ranks, and a switch
 connects neighbouring nodes. DP.sync is a ring over a rank's replicas in the order of their numbers.
 
-The nodes of a pipeline rank are simulated as one node. This is exact if their messages go through
-equally many switches with equal loads; otherwise `routes` raises.
+The nodes of a pipeline rank are simulated as one node. This is exact if their messages take paths
+with equal loads; otherwise `routes` raises.
 """
 
 from collections import Counter, defaultdict
@@ -42,7 +42,7 @@ def routes(cluster: Cluster, setup: Setup, num_ranks: int) -> Routes:
     Links that are never scarcer than NICs are left out.
 
     Raises:
-        ValueError: nodes of one pipeline rank send through different switches.
+        ValueError: nodes of one pipeline rank have paths with different loads.
     """
     if not any(capacity < nodes for capacity, nodes in _levels(cluster)):
         return NO_SWITCHES

@@ -90,7 +90,7 @@ class BestFirst:
         return estimate_of(self.shape, self._cluster, candidate, self._of_sizes)
 
     def can_place(self, candidate: Candidate) -> bool:
-        """Return True if all nodes of a pipeline rank send through equally many switches."""
+        """Return True if all nodes of a pipeline rank have equal paths through the switches."""
         try:
             routes(self._cluster, candidate.setup, candidate.num_ranks)
         except ValueError:

@@ -31,7 +31,7 @@ JudgeOf = Callable[[Choice], Judge]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What a search may choose.
+    """The orders and the keys of segments from which a search chooses.
 
     Attributes:
         orders: choices whose orders may run; the search begins with the first choice.
@@ -68,7 +68,7 @@ class Space:
                     yield order.changed(None, **state, step=step)
 
     def along(self, choice: Choice) -> Iterator[Iterator[Choice]]:
-        """Yield, for each coordinate, the choices that differ from this one in it alone."""
+        """Yield, for each coordinate, the choices that differ in this coordinate alone."""
         for number in reversed(range(len(choice.segments))):  # whose backwards come first
             yield (self._with(choice, {number: state}) for state in self.states)
         yield (replace(order, segments=choice.segments) for order in self.orders)

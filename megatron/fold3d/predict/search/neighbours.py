@@ -53,7 +53,7 @@ def with_other_sums(candidate: Candidate) -> Iterator[Candidate]:
     """Yield stock with DP.sync that is not aligned over ranks, or in several optimizer instances.
 
     An instance reduces to shards among neighbours, sums the shards over all instances, and gathers
-    parameters among neighbours. In a pipeline, aligned stock gets the first such batch wrong.
+    parameters among neighbours. In a pipeline, stock gets its first batch wrong if also aligned.
     """
     setup = candidate.setup
     if not candidate.is_stock or setup.most_replicas == 1:

@@ -111,7 +111,7 @@ PLAIN = Link()
 def sends_stock_waits_for(num_segments: int) -> frozenset[Op]:
     """Return the computations after which stock Megatron waits for the transfer of the result.
 
-    It waits after a forward, because it frees the output tensor; without virtual stages it waits
-    after a backward as well.
+    Stock waits after a forward, because it frees the output tensor. Without virtual stages it also
+    waits after a backward.
     """
     return frozenset(way.compute for way in (WAYS[:1] if num_segments > 1 else WAYS))
