@@ -1,4 +1,4 @@
-"""Our flags: added to Megatron's parser, and what they stand for among Megatron's."""
+"""Our flags in Megatron's parser, and the values that they give to Megatron's flags."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -134,7 +134,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def megatron_defaults(args: Namespace) -> dict[str, Any]:
-    """Return the values that our flags give to Megatron's: the ``args_defaults`` of its parser."""
+    """Return the values that our flags give to Megatron's flags, as ``args_defaults``."""
     defaults: dict[str, Any] = {}
     if args.segments not in (None, AUTO) and not virtual_stage_flag(args):
         defaults["num_virtual_stages_per_pipeline_rank"] = args.segments

@@ -1,8 +1,8 @@
 """From the configuration of Megatron-Bridge to Megatron's namespace: `read_bridge`.
 
 Bridge has no flags. The parts of its ``ConfigContainer`` are Megatron's own configurations, which
-Megatron fills from its flags field by field. Here the fields are read back, so one set of rules
-serves both. What Bridge does not have keeps the flag's default.
+Megatron fills from flags, field by field. Here the fields are turned back into flags, so one set of
+rules serves both. A flag without a field in Bridge keeps its default.
 """
 
 from argparse import Namespace
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-# Where several parts have a field, the last one counts.
+# If several parts have a field, the last part counts.
 _PARTS = (
     *("tokenizer", "dataset", "scheduler", "logger", "checkpoint", "rng", "dist", "profiling"),
     *("rerun_state_machine", "train", "validation", "optimizer", "ddp", "model"),
 )
-# Flags whose attributes have other names than the fields.
+# Flags whose attribute and field have different names.
 _RENAMED = {
     "bucket_size": "ddp_bucket_size",
     "fp4_param": "fp4_param_gather",
@@ -27,15 +27,15 @@ _RENAMED = {
     "num_moe_experts": "num_experts",
     "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
 }
-_UNREAD = "overlap_p2p_comm"  # off by default, and a plan's transfers overlap in any case
-_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of a layout
+_UNREAD = "overlap_p2p_comm"  # not read: a plan's transfers overlap in any case
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # for a layout's layers
 
 
 def read_bridge(config: Any, args: Namespace) -> Namespace:
-    """Return a namespace with what a ``ConfigContainer`` has, before or after its validation.
+    """Return a namespace with the fields of a ``ConfigContainer``, before or after its validation.
 
     Args:
-        config: Bridge's, or Megatron's own ``PretrainConfigContainer``.
+        config: Bridge's ``ConfigContainer``, or Megatron's ``PretrainConfigContainer``.
         args: the defaults of all flags, and our flags as given.
     """
     found: dict[str, Any] = {}
@@ -67,7 +67,7 @@ def read_bridge(config: Any, args: Namespace) -> Namespace:
 
 
 def _values(part: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a configuration, and those of the ``transformer`` that it may have."""
+    """Yield the fields of a configuration, and of its ``transformer`` if it has one."""
     for field in fields(part) if is_dataclass(part) else ():
         value = getattr(part, field.name, None)
         if field.name == "transformer":
@@ -77,7 +77,7 @@ def _values(part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _text(layout: Any) -> str | None:
-    """Return a layout of layers as the flag has it, in one letter each."""
+    """Return a layout as the text of its flag, with one letter for each layer."""
     given = getattr(layout, "input_data", layout)
     if given is None or isinstance(given, str):
         return given

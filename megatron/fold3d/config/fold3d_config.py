@@ -1,4 +1,4 @@
-"""The frozen configuration of a run, from our flags and Megatron's, once they are checked.
+"""The frozen configuration of a run, from our flags and Megatron's after all checks.
 
 `config/read_config.py` makes it. Code that only runs a configuration need not load the flags.
 """
@@ -24,27 +24,26 @@ class Fold3DConfig:
     """One run's choices.
 
     Attributes:
-        job: what plans are made of, for any number of micro-batches; what is left to measured times
-            has the defaults.
+        job: the job from which plans are made, for any number of micro-batches. Choices that depend
+            on measured times have their defaults.
         auto: the keys of the word whose values measured times choose.
         num_replicas: the most ranks that hold the same parameters; 0 if not known.
-        recompute_layers: how many layers each stage recomputes; None is Megatron's one number.
-        auto_recompute_layers: whether measured bytes choose these numbers.
+        recompute_layers: how many layers each stage recomputes; None follows Megatron's flags.
+        auto_recompute_layers: whether measured bytes choose ``recompute_layers``.
         recomputes_means: whether recomputations update means over an iteration's micro-batches.
-        activation_memory_bytes: what saved activations may then take on a rank; None is what the
-            GPU has left. Or the host memory that they have in the first iteration with offload;
-            None is what ``saved_bytes`` gives.
+        activation_memory_bytes: with ``auto_recompute_layers``, the limit of saved activations on a
+            rank; None takes the GPU's free memory. With offload, their host memory in the first
+            iteration; None follows from ``saved_bytes``.
         clips_or_scales: whether Megatron may clip gradients, or skip a step over their norm or a
             loss scale.
-        trace_iterations: the iterations that are recorded; None is two after warm-up.
+        trace_iterations: the iterations to record; None records two after warm-up.
         microbatch_flops: FLOPs of the model's forward and backward, for the trace; 0 if unknown.
-        recomputed_flops: of what a backward computes again, likewise.
+        recomputed_flops: FLOPs of a backward's recomputation, for the trace; 0 if unknown.
         ties_embeddings: whether the first and the last stage hold the same word embeddings.
-        keeps_forwards: whether it has to keep stock's order of forwards, as where forwards draw
-            random numbers.
-        keeps_sums: whether it has to keep stock's sums over replicas bit for bit.
-        offload_everything: whether all large saved tensors are offloaded, not only those that
-            recomputation starts from.
+        keeps_forwards: whether stock's order of forwards has to be kept, as with dropout.
+        keeps_sums: whether stock's sums over replicas have to be kept bit for bit.
+        offload_everything: whether all large saved tensors are offloaded, or only the inputs of
+            recomputation.
         saved_bytes: a lower bound on what one micro-batch's forward of a stage saves; 0 if unknown.
         distributed_timeout_minutes: how long a transfer may take before the job ends.
     """
@@ -79,7 +78,7 @@ class Fold3DConfig:
 
     @property
     def choice(self) -> Choice:
-        """What the flags choose."""
+        """The choice that the flags give."""
         return self.job.choice
 
     @property
@@ -89,17 +88,17 @@ class Fold3DConfig:
 
     @property
     def num_segments(self) -> int:
-        """Model chunks per pipeline rank; 0 if only a checkpoint knows it."""
+        """Model chunks per pipeline rank; 0 if only a checkpoint knows their number."""
         return len(self.choice.segments)
 
     @property
     def plan_file(self) -> Path | None:
-        """The plan to run, if the user has one."""
+        """The file of ``--schedule plan=FILE``; None with other orders."""
         return file_of(self.choice.order)
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes of gradients that are reduced at once where they are cut into slices."""
+        """Bytes of gradients in one slice of DP.sync."""
         return self.choice.slice_bytes or SLICE_BYTES[self.device]
 
     @property
@@ -109,7 +108,7 @@ class Fold3DConfig:
 
     @property
     def apart(self) -> tuple[int, ...]:
-        """The segments whose weight gradients are apart from their backwards."""
+        """The segments whose backwards leave weight gradients to separate actions."""
         if self.choice.order in SPLIT_SCHEDULES:
             return (0,)
         segments = enumerate(self.choice.segments)
@@ -117,7 +116,7 @@ class Fold3DConfig:
 
     @property
     def measuring_flag(self) -> str:
-        """What leaves something of the choice to measured times; empty if nothing does."""
+        """The setting that leaves a part of the choice to measured times; empty if none does."""
         if self.choice.order == "auto":
             return "--schedule auto"
         flags = {"share": "step=next", "optimizer": "optimizer=auto", "ahead": "ahead=auto"}
@@ -125,7 +124,7 @@ class Fold3DConfig:
         return next((flag for key, flag in flags.items() if key in self.auto), "")
 
     def free(self) -> dict[str, tuple[str, ...]]:
-        """Return the values of each key of a segment that measured times choose."""
+        """Return the values from which measured times choose, by key of a segment."""
         cuts = self.choice.order != "auto" or self.may_cut_sums
         free = free_values(
             defers="step" in self.auto and cuts,

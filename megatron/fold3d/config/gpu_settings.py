@@ -1,7 +1,7 @@
-"""Requirements of a run on GPUs other than flags: kernels, libraries, settings of CUDA and NCCL.
+"""Requirements of a run on GPUs besides flags: kernels, libraries, settings of CUDA and NCCL.
 
-Keeps one invariant: nothing here imports torch or touches a GPU. So a run that would hang or fail
-in its first iteration is refused before it begins.
+Nothing here imports torch or touches a GPU. So a run that would hang or fail in its first iteration
+is refused before it begins.
 """
 
 import os
@@ -12,13 +12,13 @@ from pathlib import Path
 
 _RUNTIME = Path(__file__).parents[1] / "runtime"
 OFFLOAD_LIBRARY = _RUNTIME / "offload" / "offload.cuda.so"
-DELTA_LIBRARIES = {  # with a dot in their names, no module of Python
+DELTA_LIBRARIES = {  # the dots in the names keep Python from importing them as modules
     "cpu": _RUNTIME / "grad_sync" / "delta_code.cpu.so",
     "cuda": _RUNTIME / "grad_sync" / "delta_code.cuda.so",
 }
 FUSION_KERNEL = "fused_weight_gradient_mlp_cuda"  # of NVIDIA's apex
-BLACKWELL = 10  # major compute capability, before which Megatron asserts one hardware queue
-MOST_CONNECTIONS = 32  # hardware queues; CUDA takes more for 32
+BLACKWELL = 10  # major compute capability; below it Megatron asserts one hardware queue
+MOST_CONNECTIONS = 32  # hardware queues; CUDA reads larger numbers as 32
 TOO_FEW_CONNECTIONS = (
     "with --preemptive-comm: a rank has more streams than that, and of two that share a hardware "
     "queue one may hold back a send that another rank needs; give "
@@ -26,7 +26,7 @@ TOO_FEW_CONNECTIONS = (
     "the plan has them"
 )
 
-_ON = ("1", "y", "yes", "t", "true", "detail")  # as torch reads them
+_ON = ("1", "y", "yes", "t", "true", "detail")  # values that torch reads as true
 _WAITS = "the host would wait for every transfer and reduction, and nothing would overlap"
 _TIMED = (
     "with CUDA_DEVICE_MAX_CONNECTIONS=1: NCCL's collectives would have events with timing, and "
@@ -42,7 +42,7 @@ _BLOCKING = {
     _NO_CACHE: "cudaFree would wait for the device, and so for a receive whose send may need what "
     "the host has not launched",
 }
-"""What each setting does to every plan, if it is on."""
+"""The effect of each setting on any plan, if the setting is on."""
 _TIMING = dict.fromkeys(
     (
         *("TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING"),
@@ -50,17 +50,17 @@ _TIMING = dict.fromkeys(
     ),
     _TIMED,
 )
-"""The same where all streams share one hardware queue."""
+"""The effect of settings where all streams share one hardware queue."""
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _CLASS_OF_ALL = ("NCCL_IB_SL", "NCCL_IB_TC")
 _CLASSES = range(256)
 
 
 def has_fusion_kernel() -> bool:
-    """Return whether Megatron's own layers can add to gradients in the kernel that computes them.
+    """Return whether Megatron's own layers can accumulate gradients in the kernel of the backward.
 
-    By default Megatron asks for that, and its own layers fail without a kernel of NVIDIA's apex.
-    Transformer Engine's layers have kernels of their own.
+    This fusion is Megatron's default, and its own layers fail without a kernel of NVIDIA's apex.
+    Transformer Engine's layers have other kernels.
     """
     return find_spec(FUSION_KERNEL) is not None
 
@@ -75,16 +75,16 @@ def default_flags() -> tuple[str, ...]:
 
 
 def has_many_queues() -> bool:
-    """Tell whether the user gives CUDA its most hardware queues.
+    """Tell whether the user gives CUDA `MOST_CONNECTIONS` hardware queues.
 
-    Megatron asserts one for tensor and context parallelism before Blackwell. There it takes this
-    very number to have more.
+    Megatron asserts one queue for tensor and context parallelism before Blackwell. Only this number
+    lifts the assertion.
     """
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == str(MOST_CONNECTIONS)
 
 
 def blocking_settings(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield each setting that blocks or hangs every plan of ours on GPUs, and the rule."""
+    """Yield each setting that blocks or hangs our plans on GPUs, with the reason."""
     has_one_queue = environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     for name, rule in {**_BLOCKING, **(_TIMING if has_one_queue else {})}.items():
         value = environment.get(name, "")
@@ -116,13 +116,13 @@ def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
         asking := [flag for flag, given in flags.items() if given]
     ) and not OFFLOAD_LIBRARY.exists():
         yield (
-            f"{' and '.join(asking)} without {OFFLOAD_LIBRARY}: on a GPU copies and host memory "
-            "are its; run: make build-cuda"
+            f"{' and '.join(asking)} without {OFFLOAD_LIBRARY}: on a GPU this library "
+            "copies and holds host memory; run: make build-cuda"
         )
 
 
 def delta_library_problems(args: Namespace) -> Iterator[str]:
-    """Yield one message (found, rule, fix) if what ``--delta-param-gather on`` needs is missing."""
+    """Yield one message (found, rule, fix) if ``--delta-param-gather on`` lacks a library."""
     library = DELTA_LIBRARIES[args.device]
     if args.delta_param_gather == "on" and not library.exists():
         build = "make extension" if args.device == "cpu" else "make build-cuda"
@@ -130,7 +130,7 @@ def delta_library_problems(args: Namespace) -> Iterator[str]:
 
 
 def traffic_classes(text: str) -> dict[str, int]:
-    """Read the value of ``--traffic-class``: a class for ``pp``, for ``dp`` or for both."""
+    """Read ``--traffic-class``: a class for ``pp``, for ``dp``, or for both."""
     pairs = [pair.partition("=") for pair in text.split(",")]
     classes = {name: number for name, _, number in pairs}
     if len(classes) < len(pairs) or not (
@@ -143,8 +143,9 @@ def traffic_classes(text: str) -> dict[str, int]:
 def launch_problems(args: Namespace) -> Iterator[str]:
     """Yield one message (found, rule, fix) per setting that may hang ``--preemptive-comm``.
 
-    One thread starts what is ready while another runs ahead on the compute stream, and every rank's
-    gate has its own timing. So what makes the device keep the order of launches can deadlock ranks.
+    One thread starts ready collectives while another runs ahead on the compute stream, and ranks'
+    gates differ in timing. So a setting that makes the device keep the order of launches can
+    deadlock ranks.
     """
     if args.device != "cuda" or not args.preemptive_comm:
         return
@@ -159,7 +160,7 @@ def launch_problems(args: Namespace) -> Iterator[str]:
 
 
 def traffic_class_problems(args: Namespace) -> Iterator[str]:
-    """Yield the problems of ``--traffic-class``."""
+    """Yield one message (found, rule, fix) per reason why ``--traffic-class`` cannot work."""
     classes: dict[str, int] = args.traffic_class
     if not classes:
         return

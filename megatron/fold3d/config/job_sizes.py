@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron.fold3d.config.spelling import flag_of
 
-# Attributes of Megatron's namespace, each named as its flag is. With less than one, Megatron
+# Attributes of Megatron's namespace, each named as its flag. With values below one, Megatron
 # divides by zero or trains nothing.
 _SIZES = (
     "tensor_model_parallel_size",
@@ -40,17 +40,17 @@ def size_problems(args: Namespace) -> Iterator[str]:
 
 
 def ranks_of_model(args: Namespace) -> int:
-    """Return the ranks that one replica of the model takes."""
+    """Return the number of ranks in one replica of the model."""
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     return int(math.prod((*sizes, args.context_parallel_size)))
 
 
 def num_replicas(args: Namespace) -> int:
-    """Return the most ranks that hold the same parameters; 0 until their number is known.
+    """Return the most ranks that hold the same parameters; 0 until the world size is known.
 
-    Ranks that share a sequence hold the same layers, and reduce gradients as replicas do. An expert
-    may have more replicas than other layers: tensor-parallel ranks share a layer, and need not
-    share an expert.
+    Context-parallel ranks hold the same layers, so they reduce gradients as replicas do. An expert
+    may have more replicas than other layers: tensor-parallel ranks share a layer, but may each hold
+    the whole expert.
 
     Args:
         args: Megatron's namespace, with the number of data-parallel ranks once it is known.
@@ -64,7 +64,7 @@ def num_replicas(args: Namespace) -> int:
 
 
 def num_microbatches(args: Namespace) -> int:
-    """Return the micro-batches of an iteration after ramp-up, of parsed or validated flags."""
+    """Return the micro-batches of an iteration after ramp-up, from parsed or validated flags."""
     at_once = args.micro_batch_size * max(1, args.world_size // ranks_of_model(args))
     return max(1, int((args.global_batch_size or at_once) // at_once))
 
@@ -79,12 +79,12 @@ def num_layers(args: Namespace) -> int:
 
 
 def layers_per_rank(args: Namespace) -> tuple[int, ...]:
-    """Return the layer counts that ranks have: the first and the last rank may have their own.
+    """Return the numbers of layers of ranks; flags may set the first and the last rank's.
 
     The result is empty if the layers cannot be split evenly, or leave a rank without any.
     """
     per_rank = given_ends(args).values()
-    rest, num_ranks = num_layers(args) - sum(per_rank), _ranks_of_the_rest(args)
+    rest, num_ranks = num_layers(args) - sum(per_rank), _ranks_without_flag(args)
     if num_ranks > 0 and rest % num_ranks:
         return ()
     found = (*per_rank, *((rest // num_ranks,) if num_ranks > 0 else ()))
@@ -92,15 +92,15 @@ def layers_per_rank(args: Namespace) -> tuple[int, ...]:
 
 
 def fitting_segments(args: Namespace) -> tuple[int, ...]:
-    """Return the numbers of segments that every rank's layers can be split into evenly."""
+    """Return the numbers of segments that divide every rank's layers evenly."""
     most = math.gcd(*layers_per_rank(args))
     return tuple(n for n in range(1, most + 1) if most % n == 0)
 
 
 def may_be_uneven(args: Namespace) -> bool:
-    """Return whether stages may hold any numbers of layers: all are alike, and no flag sets them.
+    """Return whether stages may hold any numbers of layers: layers are alike, and no flag splits.
 
-    With virtual stages Megatron takes such numbers only from ``--pipeline-model-parallel-layout``,
+    With virtual stages Megatron takes such a split only from ``--pipeline-model-parallel-layout``,
     which excludes all other flags for the split. Predictions for offloading assume even layers.
     """
     return not (
@@ -115,12 +115,12 @@ def may_be_uneven(args: Namespace) -> bool:
 
 
 def uneven_ranks(args: Namespace) -> str:
-    """Return the message (found, rule, fix) for layers that are too few, or do not divide."""
+    """Return the message (found, rule, fix) for layers that ranks cannot share evenly."""
     given = given_ends(args)
     for flag, layers in given.items():
         if layers < 1:
             return f"{flag} {layers}: a rank holds one layer at least; give 1 or more"
-    rest, ranks = num_layers(args) - sum(given.values()), _ranks_of_the_rest(args)
+    rest, ranks = num_layers(args) - sum(given.values()), _ranks_without_flag(args)
     if given and rest < ranks:
         found = " and ".join(f"{flag} {layers}" for flag, layers in given.items())
         return (
@@ -134,12 +134,12 @@ def uneven_ranks(args: Namespace) -> str:
     )
 
 
-def _ranks_of_the_rest(args: Namespace) -> int:
+def _ranks_without_flag(args: Namespace) -> int:
     return int(args.pipeline_model_parallel_size) - len(given_ends(args))
 
 
 def given_ends(args: Namespace) -> dict[str, int]:
-    """Return the flags that give the first or the last rank a number of layers, and the number."""
+    """Return the flags that set the layers of the first or the last rank, with their values."""
     ends = {
         "--decoder-first-pipeline-num-layers": args.decoder_first_pipeline_num_layers,
         "--decoder-last-pipeline-num-layers": args.decoder_last_pipeline_num_layers,
@@ -149,7 +149,7 @@ def given_ends(args: Namespace) -> dict[str, int]:
 
 def written_out(layout: str) -> str:
     """Return a layout such as ``E|(t|)*2L`` without repeats: ``E|t|t|L``."""
-    layout, repeated = layout.replace(",", ""), 1  # commas are for the reader
+    layout, repeated = layout.replace(",", ""), 1  # commas have no meaning
     while repeated:
         layout, repeated = _REPEATED.subn(
             lambda found: (found[1] or found[2]) * int(found[3]), layout
@@ -158,13 +158,13 @@ def written_out(layout: str) -> str:
 
 
 def stage_layers(args: Namespace) -> tuple[int, ...]:
-    """Return the layers of each stage, as Megatron splits them."""
+    """Return the number of layers of each stage in Megatron's split."""
     ranks = args.pipeline_model_parallel_size
     if (layout := args.pipeline_model_parallel_layout) is not None:
         return tuple(stage.count("t") for stage in written_out(str(layout)).split("|"))
     segments = args.virtual_pipeline_model_parallel_size or 1
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    rest, others = num_layers(args) - sum(given_ends(args).values()), _ranks_of_the_rest(args)
+    rest, others = num_layers(args) - sum(given_ends(args).values()), _ranks_without_flag(args)
     of_rank = [rest // others if others else 0] * ranks
     of_rank[0] = of_rank[0] if first is None else first
     of_rank[-1] = of_rank[-1] if last is None else last
@@ -175,7 +175,7 @@ def stage_layers(args: Namespace) -> tuple[int, ...]:
 
 
 def recomputed_layers(args: Namespace) -> tuple[int, ...]:
-    """Return how many layers each stage recomputes where not all do; else nothing."""
+    """Return how many layers each stage recomputes, with ``--recompute-method block`` alone."""
     if args.recompute_method != "block":
         return ()
     split, counts = stage_layers(args), getattr(args, "recompute_layers", None)

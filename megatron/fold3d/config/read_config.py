@@ -1,7 +1,7 @@
 """From Megatron's namespace to a checked `Fold3DConfig`: `read_config`.
 
-Nothing in this room imports torch or Megatron, touches a device or makes a process group. So a run
-that cannot work ends here, within milliseconds, and gets all reasons at once.
+Nothing in this folder imports torch or Megatron, touches a device or makes a process group. So a
+run that cannot work ends here within milliseconds, with all reasons at once.
 """
 
 import math
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 def read_config(args: Namespace) -> Fold3DConfig:
     """Read Megatron's namespace, as parsed or as validated, and refuse options that cannot work.
 
-    Validation may add options, from a checkpoint for example. Reading the namespace again
-    afterwards checks those too.
+    Validation may add options, from a checkpoint for example. A second call after validation checks
+    these too.
 
     Raises:
         ValueError: one line for each rule that is broken.
@@ -88,7 +88,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
     ]
     if problems:
         raise ValueError("\n".join(problems))
-    # Megatron 0.19.2 has no flag for the threshold; an attribute set in another way is obeyed.
+    # Megatron 0.19.2 has no flag for the threshold, but a script may set the attribute.
     skips = math.isfinite(getattr(args, "grad_norm_skip_threshold", math.inf))
     return Fold3DConfig(
         job=_job(args, segments),
@@ -121,7 +121,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
 
 
 def _choice(args: Namespace, num_segments: int) -> Choice:
-    """Return what the flags choose; none of a segment as long as only a checkpoint has them."""
+    """Return the choice of the flags; it has no segments while only a checkpoint knows them."""
     word = word_of(args)
     plain = Choice.plain(word.order, num_segments)
     if not num_segments:

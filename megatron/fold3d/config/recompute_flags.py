@@ -1,4 +1,4 @@
-"""``--recompute-layers`` and ``--offload-activations``: values, bytes, and what cannot be."""
+"""``--recompute-layers`` and ``--offload-activations``: their values, bytes and limits."""
 
 import re
 from argparse import ArgumentTypeError, Namespace
@@ -44,7 +44,7 @@ def recomputes_means(args: Namespace) -> bool:
 
 
 def recompute_count_problems(args: Namespace, num_segments: int) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per number of layers, or limit, that cannot be."""
+    """Yield one message (found, rule, fix) per impossible number of layers, or limit of memory."""
     yield from _limit_problems(args)
     counts = args.recompute_layers
     if counts in (None, AUTO) or args.segments == AUTO or word_of(args).order == STOCK:
@@ -60,7 +60,7 @@ def recompute_count_problems(args: Namespace, num_segments: int) -> Iterator[str
 
 
 def _limit_problems(args: Namespace) -> Iterator[str]:
-    """Refuse a limit that nothing uses or below one byte, and `auto` on a CPU without a limit."""
+    """Refuse an unused limit, one below a byte, and ``auto`` on a CPU without a limit."""
     limit, auto = args.activation_memory_bytes, args.recompute_layers == AUTO
     if limit is not None and not auto and args.offload_activations == "off":
         yield (
@@ -79,7 +79,7 @@ def _limit_problems(args: Namespace) -> Iterator[str]:
 def _too_many(args: Namespace, found: str, num_segments: int) -> Iterator[str]:
     """Refuse numbers above the layers of a stage, if all stages have equally many."""
     if args.pipeline_model_parallel_layout is not None or given_ends(args):
-        return  # the executor looks when it has the model
+        return  # the executor compares them with the built model
     per_rank = layers_per_rank(args) if args.num_layers else ()
     if not per_rank or per_rank[0] % num_segments:
         return
@@ -97,7 +97,7 @@ def offloads_everything(args: Namespace) -> bool:
     """Return True to offload all large saved tensors, False for the inputs of recomputation only.
 
     Autograd's saved-tensor hooks return a weight without the attributes that Megatron's fused
-    weight-gradient kernel needs. So with that kernel the hooks cannot cover most of a forward.
+    weight-gradient kernel needs. So with this kernel most saved tensors stay on the device.
     """
     return args.offload_activations == "on" and not args.gradient_accumulation_fusion
 
@@ -105,9 +105,9 @@ def offloads_everything(args: Namespace) -> bool:
 def saved_bytes(args: Namespace, num_segments: int) -> int:
     """Return a lower bound on the bytes that one micro-batch's forward of a stage offloads.
 
-    Where layers are split evenly, some of them are known before anything has run: with full
-    recomputation one hidden state per layer, or group of layers, and each layer's input where all
-    large saved tensors are offloaded. Otherwise it is 0.
+    With an even split, the bound is one hidden state per layer, or per group of layers with full
+    recomputation. It is 0 with an uneven split, or if neither full recomputation nor
+    `offloads_everything` is on.
     """
     sizes = (args.num_layers, args.seq_length, args.micro_batch_size, args.hidden_size)
     per_rank = layers_per_rank(args) if args.num_layers else ()

@@ -1,13 +1,13 @@
-"""What a run cannot do, in one table by value: it refuses a choice, and bounds what `auto` tries.
+"""The table of impossible combinations, which refuses a choice and bounds what `auto` tries.
 
-A row names a setting that a value cannot be combined with (`config.settings` has the words), why
-not, and the way out. ``stock`` is Megatron's own schedule, and works with every option of its own.
-docs/compatibility.md is printed from the table by scripts/print_refusals.py.
+A row names a setting that cannot be combined with a value (see `config.settings`), the reason, and
+the way out. ``stock`` is Megatron's own schedule, and works with every option of Megatron.
+scripts/print_refusals.py prints the table into docs/compatibility.md.
 
     "{} with step=next": {                            a value, and how messages name it
         "stock's schedule": "rule; fix",              stock has no such value
-        "--qk-clip, --log-params-norm": "rule; fix",  each of these is refused beside it
-        "without --a and --b": "rule; add {}",        what is missing of these is needed
+        "--qk-clip, --log-params-norm": "rule; fix",  each of these is refused beside the value
+        "without --a and --b": "rule; add {}",        the value needs all of these
     },
 """
 
@@ -44,7 +44,7 @@ def refusals(args: Namespace, but: str = "") -> Iterator[str]:
 
 
 def refused(args: Namespace, form: str, rows: Mapping[str, str]) -> Iterator[str]:
-    """Yield the messages of a value's rows, in a form such as ``{} with step=next``."""
+    """Yield the messages of a value's rows; ``form`` is a key such as ``{} with step=next``."""
     for settings, why in rows.items():
         if settings.startswith(WITHOUT):
             needed = settings.removeprefix(WITHOUT).split(" and ")
@@ -58,7 +58,7 @@ def refused(args: Namespace, form: str, rows: Mapping[str, str]) -> Iterator[str
 
 
 def value_of(form: str) -> str:
-    """Return the value that a key of the table is about: ``step=next`` of ``{} with step=next``."""
+    """Return the value in a key of the table: ``step=next`` in ``{} with step=next``."""
     return form.removeprefix("{} with ").removesuffix(" with {}")
 
 
@@ -86,10 +86,9 @@ def unknown_segments(args: Namespace, num_segments: int) -> Iterator[str]:
 
 
 def may_try(args: Namespace, part: str) -> bool:
-    """Tell whether ``--schedule auto`` may try a part of the word: nothing says or refuses it.
+    """Tell whether ``--schedule auto`` may try a part of the word, such as ``step=next``.
 
-    Args:
-        part: the part, such as ``step=next``.
+    It may not if the user gives the part, or if an option refuses it.
     """
     key = part.partition("=")[0]
     if word_of(args).order != AUTO or word_of(args).value(key) is not None:
@@ -101,15 +100,15 @@ def may_try(args: Namespace, part: str) -> bool:
 def may_defer(args: Namespace) -> bool:
     """Tell whether ``auto`` may let DP.sync reach into the next iteration.
 
-    With the distributed optimizer this gains nothing. With one hardware queue it would need slices,
-    which the plan would have to place.
+    With the distributed optimizer a deferred DP.sync gains nothing. With one hardware queue it
+    would need slices, which ``auto`` does not try.
     """
     gains = not args.use_distributed_optimizer and not has_one_queue(args)
     return gains and may_try(args, "step=next")
 
 
 def delta_param_gather(args: Namespace) -> Switch:
-    """Return what is asked for, or left to measured times where nothing refuses it."""
+    """Return the value of the flag; ``auto`` becomes ``off`` if an option refuses coded gathers."""
     is_auto = word_of(args).order == AUTO
     asks: Switch = args.delta_param_gather or ("auto" if is_auto else "off")
     if asks != "auto":
@@ -146,8 +145,8 @@ _UNSHOWN = "never shown to train what stock does"
 _FLAGS_OF_SHARDS = (
     "--use-distributed-optimizer and --overlap-grad-reduce and --overlap-param-gather"
 )
-# What changes how the optimizer steps or how parameters are gathered: `step=next` and
-# `optimizer=replicated` step segment by segment.
+# Options that change the optimizer's step or the gathering of parameters. They exclude `step=next`
+# and `optimizer=replicated`, which step segment by segment.
 _STEP_ROWS = {
     "--num-distributed-optimizer-instances above 1": "a segment is reduced and gathered in one "
     f"group of ranks, and an instance has its own; {_BOTH}",
@@ -286,7 +285,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "backward; add --no-gradient-accumulation-fusion",
         "--num-experts": f"the linear layers of Megatron's own experts are not split; {_BOTH}",
     },
-    # What Transformer Engine's own split (`wgrad_store`, `backward_dw`) cannot do.
+    # Limits of Transformer Engine's own split (`wgrad_store`, `backward_dw`).
     "weight gradients apart in Transformer Engine's with {}": {
         "Transformer Engine before 2.8": "its split of a backward is complete from 2.8 on; "
         "install that, or give --transformer-impl local",
@@ -390,7 +389,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         f"{_BOTH}",
         "--fp8-format, --fp4-format": f"{_ENGINE}; {_BOTH}",
     },
-    # Its measurement of one layer has to give the bytes of all.
+    # The measurement of one layer has to give the bytes of all layers.
     "--recompute-layers auto with {}": {
         settings: f"{rule}; give numbers, or {_BOTH}"
         for settings, rule in (
@@ -409,7 +408,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "stock's schedule": "only a plan has pairs; give --schedule aiao",
         "--tensor-model-parallel-size 1 unless ranks share experts": "there is no "
         "tensor-parallel collective to overlap; drop it, or give at least 2",
-        # Two micro-batches of these would share more than the dispatcher's notes.
+        # Two micro-batches of other dispatchers would share more than the dispatcher's metadata.
         "--num-experts and --moe-token-dispatcher-type other than alltoall": "only an "
         "all-to-all hands over; give --moe-token-dispatcher-type alltoall",
         "--num-experts and --moe-input-jitter-eps, "

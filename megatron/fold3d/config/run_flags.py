@@ -20,14 +20,14 @@ from megatron.fold3d.config.settings import asked
 from megatron.fold3d.config.spelling import flag_of, typed
 from megatron.fold3d.plan.schedule_word import AUTO
 
-# Attributes of Megatron's namespace; each is named as its flag is.
+# Attributes of Megatron's namespace; each is named as its flag.
 _NEEDED = {
     "lr": "the highest learning rate; give --lr 1e-4, say",
     "eval_interval": "Megatron counts evaluations with it even where --eval-iters is 0; give the "
     "number of iterations between two, say 1000",
 }
 _LOGITS = "Megatron 0.19.2 looks for the output layer on every rank; give 1, or drop the folder"
-# What Megatron cannot combine, in the form of `refusals.TABLE`.
+# Options that Megatron cannot combine, in the form of `refusals.TABLE`.
 _CLASHES = {
     "--bf16 with {}": {"--fp16": "parameters have one precision; drop one of the two"},
     "--swiglu with {}": {"--squared-relu": "an MLP has one activation; drop one of the two"},
@@ -64,7 +64,7 @@ _PACKAGES = {
 def run_problems(args: Namespace) -> Iterator[str]:
     """Yield one message (found, rule, fix) per missing requirement or option that would fail."""
     if any(size_problems(args)):
-        return  # already reported, and the other rules divide by them
+        return  # `size_problems` reports the sizes, by which other rules divide
     yield from _missing(args)
     yield from _tokenizer(args)
     yield from _clashes(args)
@@ -136,7 +136,7 @@ def _clashes(args: Namespace) -> Iterator[str]:
 
 
 def _data(args: Namespace) -> Iterator[str]:
-    """Yield what is wrong with the shares of data."""
+    """Yield one message for shares of data that Megatron would not accept."""
     parts = {name: getattr(args, f"{name}_data_path") for name in ("train", "valid", "test")}
     flags = [f"--{name}-data-path" for name, path in parts.items() if path]
     flags += ["--per-split-data-args-path"] if args.per_split_data_args_path else []
@@ -159,7 +159,7 @@ def _is_split(text: str) -> bool:
 
 
 def _length(args: Namespace) -> Iterator[str]:
-    """Yield what is wrong with the numbers of iterations or samples."""
+    """Yield one message per wrong number of iterations or samples."""
     if not (args.train_iters or args.train_samples):
         yield (
             "--train-iters is missing: how long to train; give --train-iters 1000, say, or "
@@ -183,7 +183,7 @@ def _length(args: Namespace) -> Iterator[str]:
 
 
 def _ranks(args: Namespace) -> Iterator[str]:
-    """Yield what does not fit the number of ranks."""
+    """Yield one message per size that does not fit the number of ranks."""
     parts = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     sizes = {name: getattr(args, name) for name in parts if getattr(args, name) > 1}
     model, world = math.prod(sizes.values()), int(os.environ.get("WORLD_SIZE", "1"))
@@ -197,7 +197,7 @@ def _ranks(args: Namespace) -> Iterator[str]:
         )
         return
     replicas, batch = world // model, args.global_batch_size
-    yield from _stocks_groups(args, replicas)
+    yield from _stock_group_problems(args, replicas)
     if batch is None or args.micro_batch_size is None or args.decrease_batch_size_if_needed:
         return
     if batch % (at_once := args.micro_batch_size * replicas):
@@ -208,8 +208,8 @@ def _ranks(args: Namespace) -> Iterator[str]:
         )
 
 
-def _stocks_groups(args: Namespace, replicas: int) -> Iterator[str]:
-    """Yield batches at which stock's schedule of several segments would stop a run."""
+def _stock_group_problems(args: Namespace, replicas: int) -> Iterator[str]:
+    """Yield one message if stock's interleaved schedule cannot run the number of micro-batches."""
     ranks, segments, size = args.pipeline_model_parallel_size, args.segments, args.micro_batch_size
     is_stocks = word_of(args).order == "stock" and segments not in (None, AUTO, 1)
     if not is_stocks or ranks == 1 or size is None:

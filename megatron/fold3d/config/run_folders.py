@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.fold3d.config.spelling import flag_of
 
-_ITERATION = re.compile(r"iter_(\d{7,})")  # Megatron's folder of one
+_ITERATION = re.compile(r"iter_(\d{7,})")  # Megatron's folder of one checkpoint
 _TRACKER = "latest_checkpointed_iteration.txt"
 _WRITTEN = {
     "save": "checkpoints",
@@ -23,7 +23,7 @@ _WRITTEN = {
 def folder_problems(args: Namespace) -> Iterator[str]:
     """Yield one message (found, rule, fix) for each folder that cannot serve its flag."""
     if args.enable_msc:
-        return  # paths may name objects of a store
+        return  # paths may name objects in an object store
     for name, holds in _WRITTEN.items():
         if (path := getattr(args, name)) is not None:
             yield from unwritable(flag_of(name), Path(path), holds)
@@ -32,7 +32,7 @@ def folder_problems(args: Namespace) -> Iterator[str]:
 
 
 def unwritable(flag: str, path: Path, holds: str) -> Iterator[str]:
-    """Yield why a run could not write to the folder ``path``, which need not exist yet.
+    """Yield one message if a run could not write to the folder ``path``, which may not exist yet.
 
     Args:
         holds: the contents of the folder, in words.
@@ -45,7 +45,7 @@ def unwritable(flag: str, path: Path, holds: str) -> Iterator[str]:
 
 
 def _checkpoint(args: Namespace) -> Iterator[str]:
-    """Yield why a checkpoint that the flags ask for cannot be loaded."""
+    """Yield one message per reason why the checkpoint to load cannot be loaded."""
     flags = {"--load": args.load, "--pretrained-checkpoint": args.pretrained_checkpoint}
     folders = {flag: Path(path) for flag, path in flags.items() if path is not None}
     for flag, folder in folders.items():

@@ -1,6 +1,6 @@
-"""``--schedule``: the word that names the order of computation and what goes with it.
+"""``--schedule``: the word that names the order of computation and further choices.
 
-`plan.schedule_word` has the grammar. The namespace keeps the word's text, so that Megatron's
+`plan.schedule_word` has the grammar. The namespace keeps the word as text, so that Megatron's
 checkpoints, which hold the namespace, load without this package.
 """
 
@@ -15,11 +15,11 @@ from megatron.fold3d.plan.ops import WEIGHT_OPS
 from megatron.fold3d.plan.schedule_word import STOCK, VALUES, Part, Word
 from megatron.fold3d.plan.schedules import check_forwards_ahead
 
-_SMALLEST_SLICE = 4096  # below, a message costs more than what it carries
+_SMALLEST_SLICE = 4096  # bytes; a smaller message costs more than its content
 
 
 def add_schedule_word(group: _ActionsContainer, text: str) -> None:
-    """Add ``--schedule`` to a parser, with this help."""
+    """Add ``--schedule`` to a parser; ``text`` is the help."""
     group.add_argument("--schedule", type=_checked, default=STOCK, metavar="WORD", help=text)
 
 
@@ -31,7 +31,7 @@ def _checked(text: str) -> str:
 
 
 def word_of(args: Namespace) -> Word:
-    """Return the word that is given."""
+    """Return the word of ``--schedule``, parsed."""
     return _word(args.schedule)
 
 
@@ -39,10 +39,10 @@ _word = cache(Word.parse)
 
 
 def parts_of(args: Namespace, key: str, value: str = "") -> tuple[Part, ...]:
-    """Return the parts of a key, of the word and of what `with_plan` adds to it.
+    """Return the parts of the word that have a key, including the parts that `with_plan` adds.
 
     Args:
-        value: of the parts; without one, all values but the default are looked for.
+        value: the value to look for; if empty, any value but the default.
     """
     return tuple(
         part
@@ -52,14 +52,14 @@ def parts_of(args: Namespace, key: str, value: str = "") -> tuple[Part, ...]:
 
 
 def spelled_parts(args: Namespace, key: str, value: str = "") -> str:
-    """Return the parts of `parts_of`, as a message names them; empty if there are none."""
+    """Return the parts of `parts_of` as text for a message; empty if there are none."""
     return ":".join(map(str, parts_of(args, key, value)))
 
 
 def with_plan(args: Namespace) -> Namespace:
-    """Return a namespace with the parts that a plan of the user's has without a word for them.
+    """Return a namespace with the parts that follow from the actions of a user's plan file.
 
-    Weight gradients apart, early recomputation and slices of DP.sync follow from the actions.
+    These are separate weight gradients, early recomputation and slices of DP.sync.
     """
     if (file := file_of(word_of(args).order)) is None:
         return args
@@ -69,7 +69,7 @@ def with_plan(args: Namespace) -> Namespace:
     try:
         plan = read_plan(file)
     except (OSError, ValueError):
-        return args  # it is refused where its sizes are compared
+        return args  # an unreadable file is refused where its sizes are compared
 
     def parts() -> Iterator[Part]:
         for key, value, ops in (
@@ -87,7 +87,7 @@ def with_plan(args: Namespace) -> Namespace:
 
 
 def group_of(args: Namespace) -> int | None:
-    """Return the micro-batches of a group, from the word or from Megatron's flag."""
+    """Return the number of micro-batches in a group, from the word or from Megatron's flag."""
     group: int | None = word_of(args).number("group") or args.microbatch_group_size_per_vp_stage
     return group
 
@@ -146,7 +146,7 @@ def schedule_problems(args: Namespace) -> Iterator[str]:
 
 
 def share_problems(args: Namespace) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per share, or size of slices, that there cannot be."""
+    """Yield one message (found, rule, fix) per impossible share or size of slices."""
     word, defers = word_of(args), parts_of(args, "step")
     share, slice_bytes = word.number("share"), word.number("slice-bytes")
     if slice_bytes is not None and slice_bytes < _SMALLEST_SLICE:

@@ -1,4 +1,4 @@
-"""``--segments``: its value, the virtual stages that it stands for, and how layers are split."""
+"""``--segments``: its value, Megatron's flags for virtual stages, and the split of layers."""
 
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES
 
-# From whose flags Megatron derives virtual stages; it accepts one of them at a time.
+# Megatron derives virtual stages from one of these flags, and accepts only one at a time.
 _VIRTUAL_STAGES = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
@@ -35,7 +35,7 @@ def segments_or_auto(text: str) -> int | str:
 
 
 def _auto_problems(args: Namespace) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per setting ``--segments auto`` cannot run with."""
+    """Yield one message (found, rule, fix) per setting that excludes ``--segments auto``."""
     schedule = word_of(args).order
     if file_of(schedule) or schedule in (STOCK, *ONE_SEGMENT_SCHEDULES):
         yield (
@@ -61,7 +61,7 @@ def _auto_problems(args: Namespace) -> Iterator[str]:
 
 
 def virtual_stage_flag(args: Namespace) -> str | None:
-    """Return the flag of Megatron's that sets virtual stages, with its value."""
+    """Return Megatron's flag that sets virtual stages, with its value; None if there is none."""
     for name in _VIRTUAL_STAGES:
         if (value := getattr(args, name)) is not None:
             return typed(flag_of(name), value)
@@ -69,9 +69,9 @@ def virtual_stage_flag(args: Namespace) -> str | None:
 
 
 def num_segments(args: Namespace) -> int:
-    """Return the model chunks per rank as Megatron's validation derived them, or will.
+    """Return the model chunks per rank, as Megatron's validation derives them.
 
-    It is 0 while only a checkpoint knows the number of layers: validation reads it.
+    The number is 0 while only a checkpoint, which validation reads, knows the number of layers.
     """
     if hasattr(args, "virtual_pipeline_model_parallel_size"):
         return int(args.virtual_pipeline_model_parallel_size or 1)
@@ -88,7 +88,7 @@ def num_segments(args: Namespace) -> int:
 
 
 def segment_problems(args: Namespace, num_segments: int) -> Iterator[str]:
-    """Yield what is wrong with the number of segments."""
+    """Yield one message (found, rule, fix) per reason why the number of segments cannot run."""
     schedule = word_of(args).order
     if args.segments is None and schedule == "stock":
         return
@@ -128,7 +128,7 @@ def segment_problems(args: Namespace, num_segments: int) -> Iterator[str]:
 
 
 def _split(args: Namespace, num_segments: int) -> Iterator[str]:
-    """Yield why the layers cannot be split evenly over ranks and segments."""
+    """Yield one message if the layers cannot be split evenly over ranks and segments."""
     ends = given_ends(args)
     if len(ends) == args.pipeline_model_parallel_size == 2 and num_segments > 1:
         found = " with ".join(f"{flag} {layers}" for flag, layers in ends.items())

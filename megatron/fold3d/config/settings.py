@@ -1,15 +1,15 @@
-"""What a command line asks for, by the words in which tables and pages name it.
+"""Settings: texts by which tables and pages name what a command line asks for.
 
-A *setting* is a text:
+A *setting* is one of these:
 
     --num-experts                        a flag that is given, and not off
-    --segments auto                      one with this value
-    --optimizer other than adam or sgd   one with another value than these
-    --timing-log-level above 1           one with a larger number
+    --segments auto                      a flag with this value
+    --optimizer other than adam or sgd   a flag with another value than these
+    --timing-log-level above 1           a flag with a larger number
     wgrad=gaps                           a part of the word
     wgrad=                               parts of the word with another value than the default
-    one replica                          a name, or a flag with further words, of `_NAMED`
-    --num-experts and biases             both
+    one replica                          a name in `_NAMED`
+    --num-experts and biases             two settings at once
 """
 
 from argparse import Namespace
@@ -25,7 +25,7 @@ from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK, VALUES
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 
-# Where a flag and the attribute that it sets have two names.
+# Attributes whose names differ from the flags that set them.
 _ATTRIBUTES = {
     "--fp8-format": "fp8",
     "--fp4-format": "fp4",
@@ -33,11 +33,11 @@ _ATTRIBUTES = {
     "--no-overlap-p2p-communication": "overlap_p2p_comm",
     "--microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
 }
-_OLDEST_ENGINE = 2, 8  # as Megatron asks for with its own --delay-wgrad-compute
-_OFF: tuple[object, ...] = (None, False, "", "off", "none", (), [])  # 0, too
+_OLDEST_ENGINE = 2, 8  # Megatron's own minimum for --delay-wgrad-compute
+_OFF: tuple[object, ...] = (None, False, "", "off", "none", (), [])  # and 0, which equals False
 
 
-# What draws random numbers in a forward: they depend on the order of a rank's forwards.
+# Settings with which forwards draw random numbers, in the order of a rank's forwards.
 DRAWS = (
     "--attention-dropout",
     "--hidden-dropout",
@@ -53,7 +53,7 @@ def attribute_of(flag: str) -> str:
 
 
 def asked(args: Namespace, setting: str) -> str:
-    """Return what a namespace asks for of a setting, as a user types it; empty if nothing."""
+    """Return how the user gave a setting, as typed; empty if the namespace does not have it."""
     if " and " in setting:
         parts = [asked(args, part) for part in setting.split(" and ")]
         return " and ".join(parts) if all(parts) else ""
@@ -64,7 +64,7 @@ def asked(args: Namespace, setting: str) -> str:
     # Validation deletes the attributes of some deprecated flags.
     value = getattr(args, attribute_of(flag), None)
     if flag == "--schedule":
-        value = word_of(args).order  # its word has more than the order
+        value = word_of(args).order  # the word also has other parts
     if setting in _NAMED:
         found = _NAMED[setting](args)
         if isinstance(found, str):
@@ -91,7 +91,7 @@ def _named_of(schedules: Callable[[str], bool]) -> Callable[[Namespace], str]:
 
 
 def _more_shards(shards: str, ranks: str) -> Callable[[Namespace], bool]:
-    """Return True if weights are cut into more shards than there are tensor-parallel ranks."""
+    """Return a test whether weights have more shards than there are tensor-parallel ranks."""
 
     def found(args: Namespace) -> bool:
         num_ranks = getattr(args, ranks) or args.tensor_model_parallel_size
@@ -127,14 +127,14 @@ def _split_backwards(args: Namespace) -> str:
 def ties_embeddings(args: Namespace) -> bool:
     """Tell whether the first and the last stage, on two ranks, hold the same word embeddings.
 
-    The last one has them as its head, or once more for multi-token prediction, whatever its head.
+    The last stage has them as its head, or again for multi-token prediction with any head.
     """
     held_twice = args.mtp_num_layers or not args.untie_embeddings_and_output_weights
     return bool(held_twice and args.pipeline_model_parallel_size > 1)
 
 
-def _half_of_tied_embeddings(args: Namespace) -> str:
-    """Tell whether one of the two segments that share embeddings is replicated, and one is not."""
+def _half_replicated_embeddings(args: Namespace) -> str:
+    """Return the setting that ties two segments, if only one of them is replicated."""
     ends = {0, max(0, num_segments(args) - 1)}
     parts = parts_of(args, "optimizer", "replicated")
     replicated = ends & {number for part in parts for number in part.segments or ends}
@@ -146,9 +146,9 @@ def _half_of_tied_embeddings(args: Namespace) -> str:
 
 
 def _old_engine(_: Namespace) -> str:
-    """Return a Transformer Engine that is installed and too old; the first two numbers count.
+    """Return the installed Transformer Engine with its version if it is too old; else nothing.
 
-    It is not imported.
+    Only the first two numbers count. The package is not imported.
     """
     try:
         text = metadata.version("transformer-engine")
@@ -177,7 +177,7 @@ _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
         lambda schedule: schedule not in (STOCK, "interleaved", AUTO)
     ),
     "a plan file": _named_of(lambda schedule: file_of(schedule) is not None),
-    # Of the word.
+    # Parts of the word.
     "step=next with measured shares": measures_shares,
     "share=": _in_word("share"),
     "wgrad=": _weights_apart,
@@ -191,7 +191,7 @@ _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
     "wgrad= in the word": _in_word("wgrad"),
     "recompute= in the word": _in_word("recompute"),
     "slices= in the word": _in_word("slices"),
-    # Flags of Megatron's with a condition.
+    # Megatron's flags with a condition.
     "--tensor-parallel-num-weight-shards above the ranks": _more_shards(
         "tensor_parallel_num_weight_shards", "tensor_model_parallel_size"
     ),
@@ -210,9 +210,9 @@ _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
         "m" in (args.pipeline_model_parallel_layout or "").rpartition("|")[0]
     ),
     "--moe-router-force-biased": lambda args: (
-        getattr(args, "moe_router_force_biased", None) is not None  # 0 draws, too
+        getattr(args, "moe_router_force_biased", None) is not None  # 0 draws numbers too
     ),
-    # Scales follow from what a rank has computed before, in whatever order.
+    # Scales depend on what a rank has computed before, and so on its order.
     "--fp8-format with --fp8-recipe delayed": lambda args: (
         bool(args.fp8) and args.fp8_recipe == "delayed"
     ),
@@ -233,13 +233,13 @@ _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
     "--segments auto for given numbers": lambda args: (
         args.segments == AUTO and args.recompute_layers != AUTO
     ),
-    # What has no flag of its own.
+    # Settings without a flag.
     "Megatron-Bridge": lambda args: getattr(args, "of_bridge", False),
     "one replica": lambda args: num_replicas(args) == 1,
     "parameters in fp32": lambda args: not (args.bf16 or args.fp16),
     "one segment": lambda args: num_segments(args) == 1,
     "several segments": lambda args: args.segments == AUTO or num_segments(args) > 1,
-    "half of tied embeddings": _half_of_tied_embeddings,
+    "half of tied embeddings": _half_replicated_embeddings,
     "full recomputation": lambda args: args.recompute_granularity == "full",
     "recomputation": lambda args: recomputes(args) or offloads_everything(args),
     "fused weight gradients": lambda args: args.gradient_accumulation_fusion,

@@ -1,4 +1,4 @@
-"""How messages spell flags and their values: as a user types them."""
+"""The spelling of flags and values in messages: as a user types them."""
 
 
 def flag_of(attribute: str) -> str:
@@ -7,7 +7,7 @@ def flag_of(attribute: str) -> str:
 
 
 def typed(flag: str, value: object) -> str:
-    """Return a flag and its value."""
+    """Return a flag and its value as a user types them."""
     if isinstance(value, bool):
         return flag
     if isinstance(value, tuple):
@@ -16,5 +16,5 @@ def typed(flag: str, value: object) -> str:
 
 
 def named(schedule: str) -> str:
-    """Return the flag that picks a schedule."""
+    """Return ``--schedule`` with the name of a schedule."""
     return f"--schedule {'plan=FILE' if schedule.startswith('plan=') else schedule}"

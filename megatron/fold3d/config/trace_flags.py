@@ -1,4 +1,4 @@
-"""``--trace`` and ``--trace-iterations``: which iterations, and what cannot be written."""
+"""``--trace`` and ``--trace-iterations``: the recorded iterations, and conditions of a trace."""
 
 import re
 from argparse import Namespace
@@ -10,10 +10,10 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def iterations(text: str | None) -> range | None:
-    """Return the iterations that ``4-5`` or ``4`` stands for; None if the flag is not given.
+    """Return the iterations in a text such as ``4-5`` or ``4``; None if the flag is not given.
 
     Raises:
-        ValueError: the text stands for no iterations.
+        ValueError: the text is not one or two numbers in order.
     """
     if text is None:
         return None
@@ -28,7 +28,7 @@ def iterations(text: str | None) -> range | None:
 
 
 def trace_problems(args: Namespace) -> Iterator[str]:
-    """Yield one message (found, rule, fix) for each setting that ``--trace`` cannot run with."""
+    """Yield one message (found, rule, fix) for each setting that excludes ``--trace``."""
     try:
         chosen = iterations(args.trace_iterations)
     except ValueError as error:
@@ -50,10 +50,10 @@ def trace_problems(args: Namespace) -> Iterator[str]:
 
 
 def records_tp_sync(args: Namespace) -> bool:
-    """Return whether a trace has the collectives of layers: those that Megatron's own code calls.
+    """Return whether a trace records layers' collectives: Megatron's own code has to call them.
 
-    Transformer Engine takes the process group of tensor-parallel layers apart, and experts ask more
-    of theirs than its wrapper passes on, unless they send tokens by all-to-all.
+    Transformer Engine unwraps the process group of tensor-parallel layers. Experts call methods
+    that our wrapper of their group does not have, unless they send tokens by all-to-all.
     """
     tensor_ranks = args.tensor_model_parallel_size
     wraps = tensor_ranks == 1 or (args.transformer_impl == "local" and not args.tp_comm_overlap)

@@ -1,7 +1,7 @@
-"""A choice: everything about a run's iterations that does not change what they compute.
+"""A choice: the settings of a run's iterations that do not change the results.
 
-A choice is an order of computation, and what each segment does: who takes its optimizer's steps and
-when, where its weight gradients are computed, and when it recomputes. Users type choices, logs
+A choice is an order of computation, and a state of each segment: who takes the optimizer's steps
+and when, where weight gradients are computed, and when recomputation runs. Users type choices, logs
 print them, `search` ranks them, ``auto`` tries them, and `plan.compile.lower` makes plans of them.
 
     aiao:step=next:wgrad=behind@1,3        with 4 segments, 0 and 2 have ``wgrad=backward``
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from megatron.fold3d.plan.schedule_word import Word
 
 Wgrad = Literal["backward", "behind", "last", "gaps"]
-_OPEN = ("stock", "auto")  # words that name no order of ours
+_OPEN = ("stock", "auto")  # words that do not name one of our orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """What a segment does; all of its stages do the same.
+    """The state of a segment, which holds for all of its stages.
 
     Attributes:
         optimizer: whether every replica steps its shard of the segment, or the whole segment.
             Without the distributed optimizer every replica steps whole segments in any case.
         step: whether the step ends the iteration, or precedes the next iteration's forwards.
         wgrad: where weight gradients are computed: in the backwards, after the segment's own
-            backwards, after all backwards of the rank, or wherever the rank would wait.
+            backwards, after all backwards of the rank, or whenever the rank would wait.
         recompute: whether full recomputation is a part of the backward, or runs before it.
     """
 
@@ -49,8 +49,8 @@ class Choice:
 
     Attributes:
         order: a name of `plan.schedule_word.ORDERS`, or ``plan=`` and a file.
-        group: micro-batches per group of ``interleaved``; None is one per rank.
-        ahead: forwards that 1F1B runs ahead for each rank behind; None is the schedule's default.
+        group: micro-batches per group of ``interleaved``; None is as many as ranks.
+        ahead: forwards that 1F1B runs ahead for each later rank; None is the schedule's default.
         held: the most micro-batches that a rank holds with ``wgrad=gaps``; None adds no limit.
         share: with ``step=next``, the part of a sum that follows the backwards; None is measured.
         slices: whether sums are cut into slices before computations; None depends on the links.
@@ -75,7 +75,7 @@ class Choice:
 
     @classmethod
     def parse(cls, text: str, num_segments: int) -> "Choice":
-        """Read a word.
+        """Read the text of a word.
 
         Raises:
             ValueError: the text is no word, names an unknown segment, or leaves a key to ``auto``.
@@ -85,7 +85,7 @@ class Choice:
         return cls.plain("", num_segments).chosen(Word.parse(text))
 
     def chosen(self, word: "Word") -> Self:
-        """Return this choice with the values that a word gives.
+        """Return this choice with the values in a word.
 
         Raises:
             ValueError: the word names an unknown segment, or leaves a key to ``auto``.
@@ -130,23 +130,23 @@ class Choice:
 
     @property
     def schedule(self) -> str:
-        """The schedule that runs, or that ``auto`` begins with; for a file, the order as given."""
+        """The schedule that runs, or with which ``auto`` begins; ``plan=FILE`` for a file."""
         is_open = self.order in _OPEN
         return stock_schedule(len(self.segments)) if is_open else self.order
 
     @property
     def carries(self) -> bool:
-        """Whether sums and steps of a segment reach into the next iteration."""
+        """Whether any segment's sums and steps reach into the next iteration."""
         return any(segment.step == "next" for segment in self.segments)
 
     @property
     def splits(self) -> bool:
-        """Whether weight gradients of a segment are computed apart from its backwards."""
+        """Whether any segment's weight gradients are computed apart from its backwards."""
         return any(segment.wgrad != "backward" for segment in self.segments)
 
     @property
     def fills_gaps(self) -> bool:
-        """Whether weight gradients are computed wherever a rank would wait."""
+        """Whether any weight gradients are computed whenever a rank would wait."""
         return any(segment.wgrad == "gaps" for segment in self.segments)
 
     def where(self, **state: str) -> tuple[int, ...]:

@@ -36,22 +36,22 @@ Shards = Literal["off", "weights", "gradients"]
 class Job:
     """All that decides the plan of a run's iterations.
 
-    A run's flags, or a candidate of a search, make a job. A search changes the job's choice, and a
-    measurement changes its shares.
+    A job is made from a run's flags, or from a candidate of a search. A search changes the job's
+    choice, and a measurement changes its shares.
 
     Attributes:
         num_microbatches: micro-batches of an iteration; 0 while it is not known.
-        order: replaces the order that the choice names: the plan of a file, or an order whose
-            weight gradients fill gaps. Its actions other than computations stay as they are.
+        order: an order instead of the choice's: the plan of a file, or an order whose weight
+            gradients fill gaps. All actions that it has besides computations stay.
         steps_shards: whether the optimizer is distributed: each replica steps a shard of a stage.
         gathers_params: whether actions of the plan gather parameters that are stepped in shards.
-        shards: what a replica keeps only in its shard: parameters of a stage that does not compute,
-            and with ``gradients`` also gradients that have been reduced.
+        shards: which tensors a replica keeps only in shards: parameters of a stage that does not
+            compute, and with ``gradients`` also reduced gradients.
         grad_sync: whether DP.sync starts after each stage's last backward, after all backwards, or
             where stock Megatron starts it.
         reduces_early: whether DP.sync may start between weight gradients.
         receives_late: whether receives are posted late enough to block nothing in a shared queue.
-        receives_ahead: how many computations ahead other receives are posted.
+        receives_ahead: how many computations ahead receives are posted, unless ``receives_late``.
         shares: by stage, the part of a carried sum that starts in its iteration; empty is all.
         parameter_share: bytes of a parameter, divided by the bytes of its gradient.
         offload: which saved activations go to host memory, and how early they return.
@@ -76,7 +76,7 @@ class Job:
 
     @classmethod
     def of(cls, order: Plan, choice: Choice | None = None, **fields: Any) -> Self:
-        """Return the job of an order; by default its segments have the default values."""
+        """Return the job of an order; by default all segments have default values."""
         return cls(
             choice=choice or Choice.plain("plan", order.num_segments),
             num_ranks=order.num_ranks,
@@ -89,11 +89,11 @@ class Job:
     def computed(self) -> Plan:
         """The order of computation.
 
-        If weight gradients are to fill gaps and `order` is None, backwards still compute them:
-        `place_weight_grads` needs times to place weight gradients.
+        If weight gradients are to fill gaps and `order` is None, backwards still compute them,
+        since `place_weight_grads` needs times.
 
         Raises:
-            PlanError: there is no such order.
+            PlanError: the schedule has no order of these sizes.
         """
         if self.order is not None:
             return self.order
@@ -102,7 +102,7 @@ class Job:
 
     @property
     def in_iteration(self) -> Self:
-        """The job with DP.sync and steps that end with their iteration."""
+        """The job with all DP.sync and steps inside their iteration."""
         order = self.order
         if order is not None:
             order = order.select(frozenset(Op) - SYNC_OPS - UPDATE_OPS)
@@ -112,8 +112,8 @@ class Job:
     def forwards(self) -> "Job":
         """The forwards alone, which evaluation runs.
 
-        They have the interleaved order under every schedule, since some forwards draw random
-        numbers in evaluation too. A group of p micro-batches, or of the size that the flags give,
+        Evaluation runs forwards in the interleaved order under every schedule, since some forwards
+        draw random numbers in evaluation too. A group of p micro-batches, or of the flags' size,
         passes all segments before the next group, so rank 0 buffers few of the last rank's outputs.
         """
         segments = len(self.choice.segments)
@@ -217,7 +217,7 @@ def lower(job: Job, *, transfers: bool = True) -> Plan:
 
             is_sharded = job.steps_shards or job.gathers_params or job.shards != "off"
             early = {*choice.stages(ranks, wgrad="behind"), *_reduced_last(plan, carried, job)}
-            if has_weights:  # where its weight gradients are, the order says
+            if has_weights:  # the order itself places weight gradients
                 whole = replicated if is_sharded else range(plan.num_stages)
                 early |= {stage for stage in whole if stage not in carried}
             plan = reduce_early(plan, early)
@@ -235,8 +235,8 @@ def lower(job: Job, *, transfers: bool = True) -> Plan:
 def _reduced_last(plan: Plan, carried: Sequence[int], job: Job) -> Iterator[int]:
     """Yield the stages whose weight gradients a rank computes after all of its backwards.
 
-    Little else overlaps DP.sync of these stages, unless it is carried. That holds for an all-reduce
-    and for a reduction to shards.
+    Little else can overlap DP.sync of these stages, an all-reduce or a reduction to shards, unless
+    it is carried.
     """
     for program in () if job.shards != "off" else plan.programs:
         behind = takewhile(lambda action: action.op is not Op.BACKWARD, reversed(program))

@@ -1,8 +1,8 @@
-"""How a GPU runs a plan: streams, hardware queues, and whether the plan still ends.
+"""The rules by which a GPU runs a plan: streams, hardware queues, and waits.
 
-Keeps one invariant: `predict.simulator.device_run`, which simulates a plan and verifies that it
-ends, follows these rules and no others. They come from the CUDA manual and from the sources of
-NCCL, torch, Megatron and FOLD3D. **No GPU has confirmed them.**
+`predict.simulator.device_run`, which simulates a plan and verifies that it ends, follows these
+rules and no others. The rules come from the CUDA manual and from the sources of NCCL, torch,
+Megatron and FOLD3D. **No GPU has confirmed them.**
 
 1. The host issues a program's actions in their order and does not wait for the device. (CUDA
    launches are asynchronous; `runtime/executor.py` runs a program from front to back.)
@@ -10,17 +10,17 @@ NCCL, torch, Megatron and FOLD3D. **No GPU has confirmed them.**
    computations share one stream. Sends and receives of each direction have a stream each: `P2P`
    makes a process group per direction, and `ProcessGroupNCCL` gives each pair of ranks in a group a
    communicator and a stream. DP.sync has one stream, copies to the host and to the device one each.
-   With one queue, receives of odd micro-batches have a stream of their own (`AlternatingP2P`), and
-   reductions of odd segments have one too (`SecondLane`), unless they are carried.
+   With one queue, receives of odd micro-batches have a second stream (`AlternatingP2P`), and so do
+   reductions of odd segments that are not carried (`SecondLane`).
 3. An item of communication, or a copy, begins when the computations issued before it have ended.
    (`ProcessGroupNCCL` makes its stream wait for an event of the current stream; `Copies` does the
    same.)
 4. Streams share ``CUDA_DEVICE_MAX_CONNECTIONS`` hardware queues. A queue starts items in the order
    of issue. An item that waits for its stream or an event blocks all later items, of any
    stream. (CUDA C Programming Guide. Megatron demands 1 for tensor or context parallelism on GPUs
-   before Blackwell; CUDA's default is 8.) CUDA does not say which streams share a queue: here they
-   are assigned round-robin, in the order of their first use. A plan that ends with one queue ends
-   with any number, since more queues block less.
+   before Blackwell; CUDA's default is 8.) CUDA does not say which streams share a queue: here
+   streams are assigned round-robin, in the order of their first use. A plan that ends with one
+   queue ends with any number of queues, since more queues block less.
 5. A transfer ends once both of its sides have begun, a reduction once all replicas have begun it.
    Replicas, and the ranks of a tensor-parallel group, run the same programs in the same order, so
    one rank represents all.
@@ -43,7 +43,7 @@ from megatron.fold3d.plan.ir import Action, Op, Program, carried
 from megatron.fold3d.plan.ops import SEND_OPS, SUM_OPS, TABLE, Place
 
 CONNECTIONS = (1, 8, 32)
-"""Queue counts in use: Megatron's for tensor parallelism, CUDA's default, CUDA's maximum."""
+"""Numbers of queues: Megatron's for tensor parallelism, CUDA's default, CUDA's maximum."""
 MOST_OUTSTANDING = 64
 UNFINISHED_SENDS = 16
 
@@ -61,12 +61,12 @@ class Stream(IntEnum):
     TO_DEVICE = 7
     TP_SYNC = 8
     DP_SYNC_KEPT = 9
-    """What Megatron reads at the end of the iteration, in its own group."""
+    """REDUCE_KEPT, which has a separate process group."""
     RECV_F_ODD = 10
-    """With one queue, receives of odd micro-batches; RECV_F then has the even ones."""
+    """With one queue, receives of odd micro-batches; `RECV_F` then has the even ones."""
     RECV_B_ODD = 11
     DP_SYNC_ODD = 12
-    """With one queue, reductions of odd segments; DP_SYNC then has the others and all-gathers."""
+    """With one queue, reductions of odd segments; `DP_SYNC` has other reductions and gathers."""
 
 
 _ON_COMPUTE = (Place.COMPUTE, Place.UPDATE, Place.HOST)
@@ -77,7 +77,7 @@ STREAM_OF: Mapping[Op, Stream] = {
     else Stream[op.name if row.place in _PER_OP else row.place.name]
     for op, row in TABLE.items()
 }
-"""An action of `Place.HOST` has an item of a stream only if it waits for something."""
+"""The streams by op; a `Place.HOST` action occupies a stream only if it waits."""
 _OF_ODD = {Op.RECV_F: Stream.RECV_F_ODD, Op.RECV_B: Stream.RECV_B_ODD}
 
 
@@ -85,8 +85,8 @@ def stream_of(action: Action, *, alternates: bool, apart: Container[int] = ()) -
     """Return the stream of an action.
 
     Args:
-        alternates: whether receives use two streams in turns, as ours do with one queue.
-        apart: the stages of `reduced_apart`, if reductions use two streams as well.
+        alternates: whether receives use two streams in turns, as our runtime's do with one queue.
+        apart: the stages of `reduced_apart`, if reductions use two streams too.
     """
     if alternates and action.op in _OF_ODD and action.microbatch and action.microbatch % 2:
         return _OF_ODD[action.op]
@@ -96,10 +96,10 @@ def stream_of(action: Action, *, alternates: bool, apart: Container[int] = ()) -
 
 
 def reduced_apart(program: Program, num_ranks: int) -> frozenset[int]:
-    """Return the stages whose reductions have a stream of their own with one queue.
+    """Return the stages whose reductions have a second stream with one queue.
 
-    These are the stages of odd segments. Carried reductions have process groups of their own, and
-    one stream: the plan starts them in slices, and each slice has ended when the next is launched.
+    These are the stages of odd segments. Carried reductions have other process groups, but share
+    one stream: the plan starts them in slices, and each slice ends before the next is launched.
     """
     odd = {stage for stage, op, _ in program if op in SUM_OPS and stage // num_ranks % 2}
     return frozenset(odd - carried(program).keys())

@@ -1,8 +1,8 @@
-"""Plan files: read what `fold3d plan` wrote, or a user wrote by hand.
+"""Plan files, written by `fold3d plan` or by hand.
 
-There are three forms, distinguished by their content: text, a CSV table, which may be one of
-``torch.distributed.pipelining``, and the JSON of `fold3d plan --json`. Only ``programs`` of the
-JSON is read; all other fields follow from the programs.
+There are three forms, distinguished by their content: text, a CSV table, also in the words of
+``torch.distributed.pipelining``, and the JSON of `fold3d plan --json`. From JSON only ``programs``
+is read, since all other fields follow from the programs.
 """
 
 import csv
@@ -23,7 +23,7 @@ def read_file(path: Path) -> bytes:
         ValueError: the file is too long; the message begins with its path.
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:  # a pipe has no size before it is read
+    with path.open("rb") as file:  # read up to the limit: the size of a pipe is unknown
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise ValueError(f"{path}: longer than {MOST_BYTES} bytes; is it another file?")
@@ -59,10 +59,10 @@ def parse_plan(content: bytes) -> Plan:
     if not any("," in line for line in text.splitlines() if not line.startswith("#")):
         return Plan.from_text(text)
     if "REDUCE_GRAD" in text or "I" in text:
-        from megatron.fold3d.plan.torch_tables import in_our_words, is_torchs
+        from megatron.fold3d.plan.torch_tables import is_torch_table, translated
 
-        if is_torchs(text):
-            text = in_our_words(text)
+        if is_torch_table(text):
+            text = translated(text)
     return from_csv(text)
 
 
@@ -74,10 +74,10 @@ def to_csv(plan: Plan) -> str:
 
 
 def from_csv(text: str) -> Plan:
-    """Read `to_csv`, or a table with empty cells where a rank is idle.
+    """Read the text of `to_csv`, or a table with empty cells where a rank is idle.
 
     Raises:
-        PlanError: as in `Plan.from_text`, or the text is not a CSV table.
+        PlanError: see `Plan.from_text`; or the text is not a CSV table.
     """
     try:
         return Plan.from_rows(csv.reader(lines_of(text)))

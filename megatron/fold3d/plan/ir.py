@@ -1,11 +1,11 @@
 """Actions and plans: a pipeline schedule as data.
 
-A `Plan` holds one program per pipeline rank and a program is a tuple of actions, run in order.
-The executor, the verifier, the simulator and the plots all read plans, so none of them has an order
-of its own.
+A `Plan` holds one program per pipeline rank, and a program is a tuple of actions, run in order.
+The executor, the verifier, the simulator and the plots all read plans, and decide no order
+themselves.
 
-Text form, one word per action: ``2F0`` is stage 2's forward of micro-batch 0, ``2SEND_F0`` sends
-its output, ``2ALL_REDUCE`` sums the gradients of the whole stage. ``2ALL_REDUCE:250`` sums the
+In text each action is a word. ``2F0`` is stage 2's forward of micro-batch 0, ``2SEND_F0`` sends
+the output, ``2ALL_REDUCE`` sums the gradients of the whole stage. ``2ALL_REDUCE:250`` sums the
 part of the gradients that ends at 250 thousandths, and ``2W:250`` computes weight gradients until a
 quarter of their work is done. ``str`` and ``from_str`` are inverse.
 
@@ -34,7 +34,7 @@ WHOLE = 1000
 
 MOST_SHOWN = 8  # ranks in an error
 _COLUMNS = 4  # actions shown on either side of a marked one
-_WIDTH = 13  # of an action, at least
+_WIDTH = 13  # least characters of an action
 
 _ACTION = re.compile(r"([0-9]{1,9})([A-Z_]+)(:?)([0-9]{0,9})")
 _FORMS = {  # by word, colon, and whether a number follows
@@ -52,7 +52,7 @@ _FORMS = {  # by word, colon, and whether a number follows
 def gc_paused() -> Iterator[None]:
     """Pause the garbage collector: a plan is a million tuples without a reference cycle.
 
-    Without the pause, the collector scans them again and again, which doubles the time.
+    The collector would scan these tuples again and again, which doubles the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -70,8 +70,8 @@ class PlanError(ValueError):
 class Action(NamedTuple):
     """One step of one rank; ``stage`` is global: ``segment * num_ranks + rank``.
 
-    `OpScope` says what ``microbatch`` means. For a part it is the end of the part, in thousandths;
-    None is the rest of the stage.
+    `OpScope` says what ``microbatch`` means. If the action is a part, ``microbatch`` is the part's
+    end in thousandths, and None is the rest of the stage.
     """
 
     stage: int
@@ -85,7 +85,7 @@ class Action(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where a part ends, in thousandths."""
+        """The end of a part, in thousandths."""
         return WHOLE if self.microbatch is None else self.microbatch
 
     def until(self, end: int) -> Self:
@@ -122,7 +122,7 @@ _STAGE, _OP, _MICROBATCH = map(itemgetter, range(3))  # a plan may hold a millio
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The programs of all pipeline ranks, and the sizes that follow from them."""
+    """The programs of all pipeline ranks, from which all sizes follow."""
 
     programs: tuple[Program, ...]
     num_segments: int = field(init=False)
@@ -144,16 +144,16 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks: p in the paper."""
+        """The number of pipeline ranks: p in the paper."""
         return len(self.programs)
 
     @property
     def num_stages(self) -> int:
-        """Stages over all ranks: p times ns in the paper."""
+        """The number of stages of all ranks: p times ns in the paper."""
         return self.num_segments * self.num_ranks
 
     def has(self, *ops: Op) -> bool:
-        """True if an action of one of these ops is part of the plan."""
+        """Return True if the plan has an action of any of these ops."""
         return any(op in map(_OP, program) for op in ops for program in self.programs)
 
     @property
@@ -176,12 +176,12 @@ class Plan:
         return self.lowered(lambda program: (a for a in program if a.op in keep))
 
     def to_text(self) -> str:
-        """One line per rank, actions separated by blanks."""
+        """Return one line per rank, with actions separated by blanks."""
         return "".join(" ".join(row) + "\n" for row in self.to_rows())
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Read `to_text`; empty lines and lines that begin with ``#`` are skipped.
+        """Read the text of `to_text`; empty lines and lines that begin with ``#`` are skipped.
 
         Raises:
             PlanError: a word is not an action, or the sizes are inconsistent.
@@ -195,7 +195,7 @@ class Plan:
     @classmethod
     @gc_paused()
     def from_rows(cls, rows: Iterable[Iterable[str]]) -> Self:
-        """Read `to_rows`, or rows with blank words where a rank is idle; raises as `from_text`."""
+        """Read rows of words, of which blank ones are skipped; raises as `from_text`."""
         programs = []
         for rank, row in enumerate(rows):
             words = [word for cell in row if (word := cell.strip())]
@@ -226,15 +226,15 @@ def _last_microbatch(program: Program) -> int:
 
 
 def stages_of(segments: Iterable[int], num_ranks: int) -> tuple[int, ...]:
-    """Return the stages of these segments, on all ranks."""
+    """Return the stages of these segments on all ranks."""
     return tuple(segment * num_ranks + rank for segment in segments for rank in range(num_ranks))
 
 
 def carried(program: Program) -> dict[int, int]:
-    """Return the stages whose DP.sync reaches into the next iteration, and the index of their STEP.
+    """Return the carried stages, whose STEP stands before their first forward, as {stage: index}.
 
-    The STEP of such a stage stands before its first forward. Actions of the stage before the STEP
-    handle the gradients of the previous iteration.
+    The index is the place of the STEP. Actions of the stage before the STEP handle the gradients of
+    the previous iteration.
     """
     begun: set[int] = set()
     steps: dict[int, int] = {}
@@ -243,7 +243,7 @@ def carried(program: Program) -> dict[int, int]:
             begun.add(stage)
         elif op is Op.STEP and stage not in begun:
             steps[stage] = index
-        elif op is Op.BACKWARD:  # the forwards of all stages have begun
+        elif op is Op.BACKWARD:  # by now the forwards of all stages have begun
             break
     return steps
 
@@ -251,10 +251,10 @@ def carried(program: Program) -> dict[int, int]:
 def hooked(program: Program) -> frozenset[int]:
     """Return the stages whose whole sum follows their last backward, with no computation between.
 
-    DDP's hooks may start such a sum inside that backward.
+    DDP's hooks may start such a sum inside the last backward.
     """
     found: set[int] = set()
-    last: Action | None = None  # computation
+    last: Action | None = None  # the last computation
     for action in program:
         if action.op in COMPUTE_OPS:
             last = action
@@ -277,7 +277,12 @@ def cell_of(plan: Plan, action: Action) -> dict[int, int]:
 
 
 def error_at(plan: Plan, marked: Mapping[int, int], text: str) -> PlanError:
-    """Return an error whose message ends with a window of each rank's program, marked with > <."""
+    """Return an error whose message ends with each rank's actions around the marked ones.
+
+    Args:
+        marked: by rank, the index of the action to enclose in > <.
+        text: the first line of the message.
+    """
     first, last = min(marked), max(marked)
     rows: dict[int, list[str]] = {}
     for rank in range(max(0, first - 1), min(plan.num_ranks, last + 2))[:MOST_SHOWN]:

@@ -1,17 +1,17 @@
-"""What a plan holds at once: the table of ops says what each action takes and gives back.
+"""The memory that a plan holds: the table of ops names what each action takes and gives back.
 
 ==============  =====================================================  ===========
-saved           what a forward keeps for its backward, on the device   micro-batch
-delayed         what a backward keeps for its weight gradients         micro-batch
-working         what a backward that recomputes holds while it runs    micro-batch
-recomputed      what an early recomputation holds for its backward     micro-batch
+saved           activations from a forward until its backward          micro-batch
+delayed         operands from a backward until its weight gradients    micro-batch
+working         activations of a layer while a backward recomputes it  micro-batch
+recomputed      activations from an early R until its backward         micro-batch
 on_host         saved activations in host memory                       micro-batch
 parameter       whole parameters                                       stage
 gradient        whole gradients                                        stage
 ==============  =====================================================  ===========
 
-`changes` is the only way through a program that counts micro-batches: plans, traces and simulated
-iterations weigh what it yields.
+Only `changes` counts micro-batches along a program. Plans, traces and simulated iterations multiply
+these counts by bytes.
 """
 
 from collections import Counter, defaultdict, deque
@@ -25,18 +25,18 @@ from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 
 Change = tuple[str, int, float]
-"""A word of the table above, a stage, and how many micro-batches more are held."""
+"""A word of the table above, a stage, and the number of micro-batches that are added."""
 Moment = tuple[int, tuple[int, ...]]
 """The segment of a running backward, and the micro-batches that each segment holds meanwhile."""
 _PER_MICROBATCH = frozenset({"saved", "delayed", "recomputed", "on_host"})
-_LEAST = 1e-6  # of a micro-batch
+_LEAST = 1e-6  # micro-batches; smaller remainders are rounding errors
 
 
 def changes(
     program: Program, num_microbatches: int
 ) -> Iterator[tuple[Action, list[Change], list[Change]]]:
-    """Yield each action with what it takes when it begins, and what changes when it ends."""
-    split, done = split_stages(program), defaultdict[int, int](int)  # by stage, of its parts
+    """Yield each action with the changes at its beginning, and at its end."""
+    split, done = split_stages(program), defaultdict[int, int](int)  # by stage, the last part's end
     away = {(stage, m) for stage, op, m in program if op is Op.OFFLOAD}
     some = {"recomputed": recomputed(program), "on_host": away}
     for action in program:
@@ -46,12 +46,12 @@ def changes(
         given = (what for what in row.gives if what in _PER_MICROBATCH)
         end: list[Change] = [(w, stage, -1) for w in given if w not in some or mine in some[w]]
         if op is Op.BACKWARD:
-            if stage in split:  # its weight gradients still read it
+            if stage in split:  # weight gradients still read the operands
                 end.append(("delayed", stage, 1))
             if mine not in some["recomputed"]:
                 begin.append(("working", stage, 1))
                 end.append(("working", stage, -1))
-        elif op is Op.WEIGHT_PART:  # of every micro-batch; a new iteration begins at zero
+        elif op is Op.WEIGHT_PART:  # frees a part of each micro-batch; `done` begins again at zero
             part = action.end - done[stage] % WHOLE
             end = [("delayed", stage, -num_microbatches * part / WHOLE)]
             done[stage] = action.end
@@ -65,11 +65,11 @@ def peak(
     *,
     depth: int = 1,
 ) -> float:
-    """Return the most that a rank holds at once.
+    """Return the most that a rank holds at once, in the unit of ``sizes``.
 
     Args:
-        sizes: by word, what a micro-batch of a stage counts; what is not named counts nothing.
-        depth: after how many computations a copy has freed memory.
+        sizes: by word of the table, the size of a stage's micro-batch; missing words count nothing.
+        depth: the number of computations after which a copy has freed memory.
     """
 
     def weigh(some: Iterable[Change]) -> float:
@@ -97,7 +97,7 @@ def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
     Paper eqs. 6-7 multiply this count by the bytes of one activation. An offloaded activation
     leaves the device after the rank's next ``depth`` computations, and is back when its RELOAD
     begins: see `add_offload`. If weight gradients are delayed, an activation stays until its weight
-    gradients are computed; parts of many count like some whole ones.
+    gradients are computed; halves of two activations count as one.
     """
     sizes = dict.fromkeys(("saved", "delayed"), lambda stage: 1.0)
     peaks = (peak(p, plan.num_microbatches, sizes, depth=depth) for p in plan.programs)
@@ -109,18 +109,18 @@ class HeldSizes:
     """The memory that a micro-batch of each stage holds and the limit of each rank, in any unit."""
 
     saved: tuple[float, ...]
-    """By stage, from a forward until its backward."""
+    """By stage, memory from a forward until its backward."""
     delayed: tuple[float, ...]
-    """By stage, from a backward until its weight gradients."""
+    """By stage, memory from a backward until its weight gradients."""
     most: tuple[float, ...]
-    """By rank."""
+    """By rank, the limit."""
 
     @classmethod
     def counted(cls, plan: Plan, most: int | None = None) -> "HeldSizes":
-        """Count micro-batches; each counts in full until its weight gradients are computed.
+        """Return sizes that count micro-batches, each as 1 until its weight gradients are computed.
 
         Args:
-            most: the limit of any rank; None is the fullest rank's peak with whole backwards.
+            most: the limit of each rank; None is the fullest rank's peak with whole backwards.
         """
         if most is None:
             most = max(peak_activations(plan.select({Op.FORWARD, Op.BACKWARD})))
@@ -128,16 +128,16 @@ class HeldSizes:
         return cls(saved=ones, delayed=ones, most=(float(most),) * plan.num_ranks)
 
     def peaks(self, plan: Plan) -> list[float]:
-        """Return the most that each rank of a plan holds at once."""
+        """Return the peak of each rank of a plan, in the unit of the sizes."""
         sizes = {"saved": self.saved.__getitem__, "delayed": self.delayed.__getitem__}
         return [peak(program, plan.num_microbatches, sizes) for program in plan.programs]
 
 
 def fullest(program: Program, num_ranks: int, num_segments: int) -> tuple[Moment, ...]:
-    """Return what a rank holds while backwards run, without moments that hold less of each segment.
+    """Return the moments at which a rank may hold most, for any bytes of each segment.
 
-    Between two backwards a rank holds no more than while the second runs. So one of the returned
-    moments has the most bytes, whatever the bytes of a micro-batch in each segment are.
+    Between two backwards a rank holds no more than while the second runs. So moments are backwards,
+    except those at which another moment holds at least as many micro-batches of each segment.
     """
     moments: dict[int, set[tuple[int, ...]]] = {}
     held = [0] * num_segments
@@ -162,7 +162,7 @@ def fullest(program: Program, num_ranks: int, num_segments: int) -> tuple[Moment
 def peak_recomputed(plan: Plan) -> tuple[int, ...]:
     """Return, per rank, the most early recomputations that are held at once.
 
-    From its `R` until its backward, each holds as much as a forward without recomputation.
+    From its `R` until its backward, a recomputation holds as much as a forward that keeps all.
     """
     one = {"recomputed": lambda stage: 1.0}
     return tuple(int(peak(program, plan.num_microbatches, one)) for program in plan.programs)
@@ -191,7 +191,7 @@ def peak_resident(
     for stage, op, _ in program:
         row = TABLE[op]
         if row.takes == "parameter" or (op is Op.STEP and stage in late):
-            parameters[stage] = parameter_bytes[stage]  # for the optimizer's step as well
+            parameters[stage] = parameter_bytes[stage]  # the optimizer's step needs them whole too
         elif row.takes == "gradient":
             gradients[stage] = gradients[stage] or gradient_bytes[stage]
         elif "parameter" in row.gives:
@@ -205,10 +205,10 @@ def peak_resident(
 
 
 def peak_on_host(program: Program, bytes_of_stage: Mapping[int, int]) -> Counter[int]:
-    """Return, for each size, the most activations of that size in host memory at once.
+    """Return, for each size in bytes, the most activations of this size in host memory at once.
 
-    An activation counts from its OFFLOAD until its backward, by which its RELOAD has ended. Stages
-    that are not in ``bytes_of_stage`` do not count.
+    An activation counts from its OFFLOAD until its backward, when its RELOAD has ended. Stages that
+    are not in ``bytes_of_stage`` do not count.
     """
 
     def most(size: int) -> int:

@@ -1,8 +1,8 @@
-"""The table of ops: how each is spelled, what it occupies, needs, costs and holds.
+"""The table of ops: how each op is spelled, what it occupies, needs, costs and holds.
 
 Text, verifier, simulator, memory, streams, traces and pages read this table, and have no other list
-of ops or rule per op. A new op is a row here, a pass that puts it into plans, and a handler that
-runs it.
+of ops and no other rules per op. A new op is a row here, a pass that puts it into plans, and a
+handler that runs it.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Op(StrEnum):
-    """The kind of an action. The value is its spelling, torch's where torch has one."""
+    """The kind of an action; the value is its spelling, as in torch if torch has the action."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -43,16 +43,16 @@ class OpScope(Enum):
     MICROBATCH = "2F0"
     """A micro-batch."""
     PART = "2ALL_REDUCE:250"
-    """The end, in thousandths, of a part of the stage's gradients or of the work on them.
+    """The end, in thousandths, of a part of the stage's gradients or of their computation.
 
-    No number is all that is left.
+    Without a number, the part is the rest.
     """
     STAGE = "2STEP"
     """The action has no number: it is for the whole stage."""
 
 
 class Place(StrEnum):
-    """What an action occupies on its rank."""
+    """The stream or link of a rank that an action occupies."""
 
     COMPUTE = "compute"
     UPDATE = "update"
@@ -61,15 +61,15 @@ class Place(StrEnum):
     RECV = "recv"
     DP_SYNC = "dp_sync"
     DP_SYNC_KEPT = "dp_sync_kept"
-    """The same link, past the queue of `DP_SYNC`."""
+    """The link of `DP_SYNC`, but not its queue."""
     TO_HOST = "to_host"
     TO_DEVICE = "to_device"
     HOST = "host"
-    """Neither a stream nor a link: it takes effect at once, when what it needs is done."""
+    """Neither a stream nor a link: the action takes effect as soon as its needs have run."""
 
 
 class Which(Enum):
-    """Which actions of an op are needed, within one loop of a stage: see `plan.ir`."""
+    """Which actions of a needed op an action needs, within one loop of a stage: see `plan.ir`."""
 
     SAME = "the one with the same number"
     EVERY = "all of the stage"
@@ -83,8 +83,8 @@ class Need:
 
     Attributes:
         beside: the need holds only if the plan has an action of this op with the same number;
-            None is always.
-        step: the stage of the needed action minus the stage of the action that needs it.
+            with None the need always holds.
+        step: the needed action's stage minus the needing action's stage.
     """
 
     op: Op
@@ -99,11 +99,11 @@ class Row(NamedTuple):
     scope: OpScope
     place: Place
     title: str
-    """What the op does, for readers of diagrams."""
+    """The op's name for readers of diagrams."""
     kind: str = ""
-    """Its color in diagrams, a key of `observe.report.palette.HUES`; empty is not drawn."""
+    """The op's color, a key of `observe.report.palette.HUES`; an empty one is not drawn."""
     cost: str = ""
-    """The field of `Costs` with its seconds."""
+    """The field of `Costs` with the op's seconds."""
     needs: tuple[Need, ...] = ()
     takes: str = ""
     """The memory that the op takes when it begins: see `plan.memory`."""
@@ -112,7 +112,7 @@ class Row(NamedTuple):
 
     @property
     def waits(self) -> str:
-        """What a rank does that waits for the op, for readers of diagrams."""
+        """The text for a wait for the op in diagrams."""
         return f"waits for {self.title}"
 
 
@@ -250,13 +250,13 @@ FREE_OPS = frozenset(op for op, row in TABLE.items() if "parameter" in row.gives
 
 
 class Way(NamedTuple):
-    """A way through the pipeline: what is computed, sent and received, and who reads it."""
+    """A direction of the pipeline: the ops that compute, send and receive in it."""
 
     compute: Op
     send: Op
     receive: Op
     step: int
-    """The stage that reads a result, minus the stage that computes it."""
+    """The reading stage minus the computing stage."""
 
 
 FORTH = Way(Op.FORWARD, Op.SEND_F, Op.RECV_F, 1)
@@ -265,4 +265,4 @@ WAYS = (FORTH, BACK)
 PEER: Mapping[Op, int] = {way.send: way.step for way in WAYS} | {
     way.receive: -way.step for way in WAYS
 }
-"""By transfer op, the rank at the other end minus the own rank."""
+"""By transfer op, the other rank minus the own rank."""

@@ -1,11 +1,11 @@
-"""Parts of a stage's DP.sync, and of its weight gradients: where each begins, and their order."""
+"""The parts of a stage's DP.sync and of its weight gradients: their beginnings and order."""
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Plan, Program, carried, cell_of, error_at
 from megatron.fold3d.plan.ops import PART_OPS, SUM_OPS
 
 
 def part_begins(program: Program) -> dict[Action, int]:
-    """Return where each part begins, in thousandths, in the order of its stage's loop."""
+    """Return the beginning of each part in thousandths; parts follow the loops of their stages."""
     steps = carried(program)
     parts = [(index, action) for index, action in enumerate(program) if action[1] in PART_OPS]
     parts.sort(key=lambda part: part[0] < steps.get(part[1].stage, 0))  # stable
@@ -22,7 +22,7 @@ def check_parts(plan: Plan) -> None:
     """Check that the parts of a stage's weight gradients, and of its DP.sync, run in order.
 
     Raises:
-        PlanError: some do not; the plan is printed with the first one marked.
+        PlanError: parts are out of order; the message marks the first of them in the plan.
     """
     for program in plan.programs:
         last: dict[tuple[int, bool], Action] = {}

@@ -1,23 +1,23 @@
-"""The verifier's check of recomputation, where it updates what later micro-batches read.
+"""The verifier's check of recomputation that updates state which later micro-batches read.
 
-This is what Megatron 0.19.2 updates in the forwards and recomputations of a training iteration, and
-the orders that train what stock trains:
+Megatron 0.19.2 updates this state in the forwards and recomputations of a training iteration. In a
+safe order, a run trains what stock trains:
 
 | State | Updated in | Safe orders |
 |---|---|---|
-| routers' means (``global_aux_loss``, ``quantile_balancing``) | what keeps gradients: \
-recomputations, or forwards of layers without | a stage's micro-batches in order, see below |
-| tokens per expert, for ``--moe-router-enable-expert-bias`` | likewise | all: they are counts, \
-which are read when the iteration ends |
-| greatest attention logit, for ``--qk-clip`` | both | all: it is a maximum |
-| auxiliary losses in the log | likewise | all: nothing that trains reads them |
-| scale of the auxiliary losses | forwards | all: it is one number for an iteration |
+| routers' means (``global_aux_loss``, ``quantile_balancing``) | forwards with gradients: \
+recomputations, or forwards of layers that keep all | a stage's micro-batches in order, see below |
+| tokens per expert, for ``--moe-router-enable-expert-bias`` | forwards with gradients | all: \
+counts are read when the iteration ends |
+| greatest attention logit, for ``--qk-clip`` | forwards and recomputations | all: a maximum |
+| auxiliary losses in the log | forwards and recomputations | all: training does not read them |
+| scale of the auxiliary losses | forwards | all: one number for an iteration |
 | scales of fp8's delayed scaling | forwards and backwards, of all stages of a rank at once | \
 stock's own: `config.refusals` |
-| weights cast to fp8 | a stage's first forward | all: its step is older |
-| random numbers of dropout, jitter and forced balance of experts | forwards; recomputations put \
-back what they found | a rank's forwards in stock's order; others draw other numbers, as two of \
-stock's own schedules do |
+| weights cast to fp8 | a stage's first forward | all: the stage's step is older |
+| random numbers of dropout, jitter and forced balance of experts | forwards; recomputations \
+restore the generator's state | a rank's forwards in stock's order; two of stock's own schedules \
+differ too |
 | data, reported losses, the largest loss seen | forwards of the first and the last stage | \
 micro-batches in order: `verify` demands it of all forwards |
 """
@@ -32,7 +32,7 @@ def check_recompute_order(plan: Plan) -> None:
     """Check that each stage recomputes its micro-batches in their order, early or in backwards.
 
     Raises:
-        PlanError: some stage does not; the plan is printed with the first one marked.
+        PlanError: a stage does not; the message marks its first such action in the plan.
     """
     for rank, program in enumerate(plan.programs):
         early, due = recomputed(program), Counter[int]()

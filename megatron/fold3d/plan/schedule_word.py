@@ -5,8 +5,8 @@
 
 ``aiao:step=next:wgrad=behind@1,3`` is the order ``aiao``; optimizer steps reach into the next
 iteration, and weight gradients of segments 1 and 3 are computed after the segment's backwards.
-Segments count from 0; ``4-7`` is all from 4 to 7, and a part without segments is for all segments.
-No character of a word is special to a shell. Training, logs, `fold3d` and pages use this spelling.
+Segments count from 0; ``4-7`` is 4 to 7, and a part without segments is for all segments. A shell
+takes all characters literally. Training, logs, `fold3d` and pages use this spelling.
 """
 
 import re
@@ -48,7 +48,7 @@ _NUMBER = {"<n>": re.compile(r"-?\d{1,18}"), "<x>": re.compile(r"-?\d*\.?\d+|-?\
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One choice beside the order.
+    """A key of the word with its value.
 
     Attributes:
         segments: the segments that have the value, in ascending order; None is all.
@@ -66,11 +66,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What ``--schedule`` says; `parse` and `str` are inverse.
+    """The parsed value of ``--schedule``; `parse` and `str` are inverse.
 
     Attributes:
         order: a name of `ORDERS`, or ``plan=`` and a file.
-        parts: in the order of `VALUES`, none twice.
+        parts: the parts in the order of `VALUES`, without duplicates.
     """
 
     order: str
@@ -85,7 +85,7 @@ class Word:
         """Read a word.
 
         Raises:
-            ValueError: found, rule and fix, in one line.
+            ValueError: the text is not a word; the message is one line with found, rule and fix.
         """
         order, *words = text.split(":")
         kind, _, file = order.partition("=")
@@ -112,13 +112,13 @@ class Word:
         return next((part.value for part in self.parts if part.key == key), None)
 
     def number(self, key: str) -> Any:
-        """Return the number that a key is given; None if the key is not given, or ``auto``."""
+        """Return the number of a key; None if the key is not given, or is ``auto``."""
         value = self.value(key)
         return None if value in (None, AUTO) else READ[VALUES[key][0]](value)
 
 
 def spelled(segments: Sequence[int]) -> str:
-    """Return segments in ascending order as a word has them: ``1,3,6-8``."""
+    """Return ascending segments as text of a word: ``1,3,6-8``."""
     runs: list[list[int]] = []
     for segment in segments:
         if runs and segment == runs[-1][-1] + 1:
@@ -131,7 +131,7 @@ def spelled(segments: Sequence[int]) -> str:
 
 
 def _place(part: Part) -> tuple[int, int]:
-    """Return where a part stands in a word: by key, then by value."""
+    """Return the key by which parts are sorted in a word: by key, then by value."""
     values = VALUES[part.key]
     value = values.index(part.value) if part.value in values else 0
     return [*VALUES].index(part.key), value

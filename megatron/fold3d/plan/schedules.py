@@ -31,21 +31,21 @@ def looped(
     group_size: int,
     forwards_ahead: int = 2,
 ) -> Iterator[Action]:
-    """Yield all schedules but a few: groups of micro-batches pass through a rank's segments.
+    """Yield the order of most schedules: micro-batches pass through a rank's segments in groups.
 
     Groups of ``group_size`` micro-batches pass through all segments before the next group starts.
     In the last segment, rank r of p runs ``forwards_ahead (p - 1 - r)`` forwards ahead. From there
-    on it alternates forwards and backwards, so each backward runs as soon as possible.
+    on forwards and backwards alternate, so each backward runs as soon as possible.
 
-    - A group of p and 2 forwards ahead are Megatron's interleaved 1F1B (Megatron Sec. 2.2.2), its
-      ``--microbatch-group-size-per-virtual-pipeline-stage`` another group. Any number of
-      micro-batches runs, including those that Megatron refuses: see `groups_of`. If there are
-      several groups, a rank runs at most two groups ahead, since the last rank sends inputs for a
-      third group too late.
+    - A group of p with 2 forwards ahead is Megatron's interleaved 1F1B (Megatron Sec. 2.2.2);
+      Megatron's ``--microbatch-group-size-per-virtual-pipeline-stage`` gives other groups. Any
+      number of micro-batches runs, also one that Megatron refuses: see `groups_of`. With several
+      groups, a rank runs at most two groups ahead, since the last rank sends inputs for a third
+      group too late.
     - One group of all is AIAO (Sec. III-B), with 2 forwards ahead also Megatron's breadth-first. A
       rank holds at most ``2 (p - 1 - r) + 1`` of the last segment's activations, and the last rank
-      only one micro-batch's logits. Algorithm 1 as printed runs m forwards ahead: `afab`, which
-      takes the same time and holds all.
+      only one micro-batch's logits. Algorithm 1 as printed runs m forwards ahead. That is `afab`,
+      which takes the same time and holds all activations.
     - One segment and 1 forward ahead is 1F1B (Megatron Sec. 2.2), which exposes every transfer.
       More forwards ahead can hide transfers, in every schedule: see `policy.forwards_ahead`.
     """
@@ -61,8 +61,8 @@ def forwards_first(groups: Sequence[Sequence[int]], num_segments: int, ahead: in
     """Return how many forwards a rank of `looped` runs before forwards and backwards alternate.
 
     Args:
-        groups: of micro-batches.
-        ahead: those that it runs ahead in the last segment.
+        groups: the micro-batches of each group.
+        ahead: the number of forwards ahead in the last segment.
     """
     if num_segments > 1 and len(groups) > 1:
         ahead = min(ahead, 2 * min(map(len, groups)))
@@ -96,9 +96,9 @@ def shifted_critical_path(rank: int, num_ranks: int, num_microbatches: int) -> I
         here  F0 F1 F2 B0 B1 F3 B2 F4 B3 ...
 
     The third forward runs while this rank waits for its first gradient. From the second backward on
-    the order is 1F1B's, so no micro-batch is delayed. All other ranks run 1F1B. With fewer than
-    three micro-batches the last rank but one does so too. The schedule is faster than 1F1B if the
-    last rank does not recompute and the others recompute early, see `recompute_early`.
+    the order is 1F1B's, so no micro-batch is delayed. All other ranks run 1F1B, and with fewer than
+    three micro-batches this rank does too. The schedule is faster than 1F1B if the last rank does
+    not recompute and the others recompute early, see `recompute_early`.
     """
     program = list(one_f_one_b(rank, num_ranks, num_microbatches))
     if rank == num_ranks - 2 and num_microbatches > 2:
@@ -107,7 +107,7 @@ def shifted_critical_path(rank: int, num_ranks: int, num_microbatches: int) -> I
 
 
 def zb_h1(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """Yield ZB-H1: 1F1B whose weight gradients fill its bubble (Sec. 2.1).
+    """Yield ZB-H1: 1F1B with weight gradients in the bubble (Sec. 2.1).
 
     Rank r runs 1F1B's ``p - 1 - r`` forwards ahead and delays the weight gradients of r
     micro-batches. Backwards come first, since another rank waits for them. Each rank holds at most
@@ -120,13 +120,13 @@ def zb_h1(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
 
 
 def zb_h2(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """Yield ZB-H2: twice as far ahead as ZB-H1, without a bubble (Sec. 2.2).
+    """Yield ZB-H2: twice as many forwards ahead as ZB-H1, without a bubble (Sec. 2.2).
 
     Rank r runs ``2 (p - 1 - r)`` forwards ahead and delays the weight gradients of 2 r
-    micro-batches: each rank holds up to ``2 p - 1``. Where forwards, backwards and weight gradients
+    micro-batches: each rank holds up to ``2 p - 1``. If forwards, backwards and weight gradients
     are equally long, no rank waits between its first forward and its last weight gradient. Ranks
-    begin and end one after the other, so the full gain needs iterations that begin on a rank
-    before all other ranks have ended the previous one.
+    begin and end one after the other. So the full gain needs a rank that begins an iteration before
+    all other ranks have ended the previous one.
     """
     order = one_f_one_b(rank, num_ranks, num_microbatches, forwards_ahead=2)
     yield from _split(order, rank, num_microbatches, delayed=2 * rank)
@@ -170,9 +170,9 @@ def build(
 
     Args:
         group_size: micro-batches per group of ``interleaved``; the number of ranks if None.
-        forwards_ahead: forwards that a rank runs for each rank behind it, before forwards alternate
-            with backwards, in ``1f1b``, ``interleaved`` and the last segment of ``aiao``;
-            `FORWARDS_AHEAD` if None.
+        forwards_ahead: forwards that a rank runs for each later rank before forwards alternate with
+            backwards, in ``1f1b``, ``interleaved`` and the last segment of ``aiao``; None is the
+            default in `FORWARDS_AHEAD`.
 
     Raises:
         PlanError: the name is unknown, a size is below one, a group is smaller than the number of
@@ -214,7 +214,7 @@ def build(
 
 
 def check_forwards_ahead(forwards_ahead: int | Literal["auto"], schedule: str) -> None:
-    """Check that a schedule can run this far ahead.
+    """Check that a schedule can run this number of forwards ahead.
 
     Raises:
         PlanError: the number is below one, or the schedule has no such option.
@@ -236,7 +236,7 @@ def groups_of(num_microbatches: int, group_size: int, num_ranks: int) -> list[ra
     """Cut the micro-batches into groups of ``group_size``; the remainder is a smaller group.
 
     A remainder below p is spread over the other groups instead. A micro-batch enters a rank's next
-    segment only after it has passed all ranks, so with a group smaller than p, ranks would wait for
+    segment only after it has passed all ranks. So with a group smaller than p, ranks would wait for
     one another and could deadlock.
     """
     num_groups, rest = divmod(num_microbatches, group_size)
@@ -251,7 +251,7 @@ def groups_of(num_microbatches: int, group_size: int, num_ranks: int) -> list[ra
 def _split(
     order: Iterator[Action], rank: int, num_microbatches: int, *, delayed: int
 ) -> Iterator[Action]:
-    """Yield an order in which a WEIGHT runs ``delayed`` backwards after its own backward."""
+    """Yield an order with each WEIGHT ``delayed`` backwards after the micro-batch's backward."""
     delayed = min(delayed, num_microbatches)
     for stage, op, microbatch in order:
         yield Action(stage, op, microbatch)

@@ -1,4 +1,4 @@
-"""Tables of ``torch.distributed.pipelining``, as its schedules dump them, in our words.
+"""Translation of the CSV tables that ``torch.distributed.pipelining`` dumps into our words.
 
 | torch | here |
 |---|---|
@@ -21,12 +21,12 @@ _SPLIT = re.compile(r"(\d+)(I|B)(\d+)")
 _STARTED = re.compile(r"(\d+)REDUCE_GRAD")
 
 
-def is_torchs(table: str) -> bool:
+def is_torch_table(table: str) -> bool:
     """Return True if a CSV table has torch's words for actions."""
     return _ONLY_TORCHS.search(table) is not None
 
 
-def in_our_words(table: str) -> str:
+def translated(table: str) -> str:
     """Translate torch's CSV table of actions into ours.
 
     Raises:
@@ -66,10 +66,10 @@ def _row(row: Sequence[str], split: set[str]) -> Iterator[str]:
     yield from (f"{stage}STEP" for stage in all_started)
 
 
-def why_misplaced(plan: Plan, stage: int, rank: int) -> str:
-    """Return why a stage cannot be on a rank, as where torch places stages in a V.
+def placement_error(plan: Plan, stage: int, rank: int) -> str:
+    """Return why a stage cannot be on a rank, for example in torch's V placement.
 
-    There a second segment goes back through the ranks that the first one came by.
+    In a V the second segment passes through the ranks in reverse order.
     """
     last = plan.num_stages - 1
     is_v = plan.num_segments == 2 and all(

@@ -1,4 +1,4 @@
-"""Prove that a plan can run, or show the action that stops it.
+"""A proof that a plan can run, or the action that stops it.
 
 `verify` runs the plan under the strictest rules for transfers: a send blocks its rank until the
 matching receive is posted, and two neighbours have one ordered channel per direction. A plan that
@@ -78,9 +78,9 @@ def _check_actions(plan: Plan) -> AbstractSet[tuple[int, Op]]:
     for rank, program in enumerate(plan.programs):
         for index, (stage, op, microbatch) in enumerate(program):
             if stage % plan.num_ranks != rank:
-                from megatron.fold3d.plan.torch_tables import why_misplaced
+                from megatron.fold3d.plan.torch_tables import placement_error
 
-                raise error_at(plan, {rank: index}, why_misplaced(plan, stage, rank))
+                raise error_at(plan, {rank: index}, placement_error(plan, stage, rank))
             found[stage, op].append(microbatch)
     for (stage, op), microbatches in found.items():
         if len(set(microbatches)) < len(microbatches):
@@ -125,7 +125,7 @@ def _check_sync(plan: Plan, found: AbstractSet[tuple[int, Op]]) -> None:
         is_late = stage in late[stage % plan.num_ranks]
         wrong, text = None, ""
         if summed and scattered:
-            program = plan.programs[stage % plan.num_ranks]  # the last one may be a part
+            program = plan.programs[stage % plan.num_ranks]  # marks the last part of the sum
             wrong = next(a for a in reversed(program) if a[:2] == (stage, Op.REDUCE_SCATTER))
             text = f"{wrong} beside {stage}ALL_REDUCE: a stage is summed in one way"
         elif summed and (wrong := actions.get(Op.ALL_GATHER)):
@@ -233,7 +233,7 @@ class _Needs:
         self.beside = {
             a for program in plan.programs if besides for a in program if a.op in besides
         }
-        # Data and loss are there from the start, as if sent by stages beyond either end.
+        # Data and loss are ready from the start, as if sent by stages beyond both ends.
         ends = ((-1, sent[Op.FORWARD]), (plan.num_stages, sent[Op.BACKWARD]))
         self.done: set[_Need] = {(*end, m) for end in ends for m in range(plan.num_microbatches)}
         for program in plan.programs:
@@ -244,10 +244,10 @@ class _Needs:
     def _add_every(
         self, program: Program, needs: Mapping[Op, Sequence[Need]], steps: Mapping[int, int]
     ) -> None:
-        """Add the needs for all actions of an op in the same stage, or for its parts up to an end.
+        """Add the needs for all actions of an op in the same stage, or for parts up to an end.
 
-        Before a carried STEP, an op of `_MAY_WRAP` needs only actions that stand before it: later
-        ones belong to the previous iteration.
+        An op of `_MAY_WRAP` before a carried STEP needs only actions that stand before it: later
+        actions belong to the previous iteration.
         """
         concerned = needs.keys() | {need.op for found in needs.values() for need in found}
         places: dict[tuple[int, Op], list[int]] = defaultdict(list)
@@ -271,7 +271,7 @@ class _Needs:
     def _add_carried(
         self, program: Program, steps: Mapping[int, int], ops: AbstractSet[Op]
     ) -> None:
-        """Add the needs that follow from a carried STEP; the previous iteration has met some."""
+        """Add the needs that follow from a carried STEP, and the actions of the last iteration."""
         for stage in steps:
             step = (stage, Op.STEP, None)
             self.done.add((stage, Op.FINALIZE, None))
@@ -286,7 +286,7 @@ class _Needs:
                 self.others.setdefault(action, []).append(free)
 
     def first_unmet(self, action: Action) -> _Need | None:
-        """Return the first need of an action that is not met yet, if there is one."""
+        """Return the first need of an action that has not run yet, if there is one."""
         stage, op, number = action
         for step, needed in self.rules[op]:
             need = (stage + step, needed, number)
@@ -302,7 +302,7 @@ class _Needs:
 
 
 def _deadlock(plan: Plan, position: list[int], blocked: Mapping[_Need, list[int]]) -> PlanError:
-    """Name the action that each stopped rank waits for; an action that no rank has comes first."""
+    """Return the error that names each stopped rank's need; a missing action is named first."""
     waits = {rank: Action(*need) for need, ranks in blocked.items() for rank in ranks}
     for rank, need in waits.items():
         if need not in plan.programs[need.stage % plan.num_ranks]:

@@ -1,7 +1,7 @@
-"""What a rank waits for at an action: what links bring about, by the needs in the table of ops.
+"""The actions on links that a rank waits for, by the needs in the table of ops.
 
-All other needs hold by the order of a verified program. Messages are not in here: who reads one is
-up to the transfers of a plan.
+All other needs hold by the order of a verified program. Messages are left out, since a plan's
+transfers decide which action reads a message.
 """
 
 from collections import defaultdict
@@ -17,10 +17,10 @@ _RULES: dict[Op, tuple[Need, ...]] = {
 
 
 class Waits:
-    """What the actions of one program wait for.
+    """The waits of the actions of one program.
 
     Attributes:
-        rules: by op, the needs that links bring about; ops without any are missing.
+        rules: by op, the needs for actions on links; an op without such needs is missing.
     """
 
     def __init__(self, program: Program) -> None:
@@ -38,9 +38,9 @@ class Waits:
                 self._of_stage[action.stage, action.op].append(action)
 
     def at(self, index: int, action: Action) -> Iterator[tuple[Action, int]]:
-        """Yield what the action at an index of the program waits for, and of which iteration.
+        """Yield the actions that the action at an index waits for, and their iteration.
 
-        Of the same iteration, 0, or of the one before, 1.
+        The iteration is 0 for the same one and 1 for the previous one.
         """
         for need in self.rules.get(action.op, ()):
             found = self._of_stage.get((action.stage, need.op), ())

@@ -1,4 +1,4 @@
-"""The verifier's checks of delayed weight gradients; plans without any do not load this module."""
+"""The verifier's checks of delayed weight gradients; other plans do not load this module."""
 
 from collections import defaultdict, deque
 
@@ -10,7 +10,7 @@ def check_weight_grads(plan: Plan) -> None:
     """Check that weight gradients follow the backwards, and that no part of DP.sync divides them.
 
     Raises:
-        PlanError: some do not; the plan is printed with the first one marked.
+        PlanError: a rule is broken; the message marks the first such action in the plan.
     """
     for rank, program in enumerate(plan.programs):
         computed = set()
@@ -35,12 +35,12 @@ def check_weight_grads(plan: Plan) -> None:
 
 
 def check_oldest_first(plan: Plan) -> None:
-    """Check that the weight gradients of a stage come in the order of its backwards.
+    """Check that a stage's weight gradients follow the order of its backwards.
 
-    Transformer Engine keeps operands in a queue.
+    Transformer Engine keeps operands in a first-in first-out queue.
 
     Raises:
-        PlanError: some do not; the plan is printed with the first one marked.
+        PlanError: one does not; the message marks the first one in the plan.
     """
     for rank, program in enumerate(plan.programs):
         kept: dict[int, deque[int | None]] = defaultdict(deque)

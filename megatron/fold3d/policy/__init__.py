@@ -1,1 +1,1 @@
-"""Settings from measurements: functions that runtime and planner share. No torch."""
+"""Functions from measured seconds and bytes to settings, for runtime and planner; no torch."""

@@ -1,24 +1,24 @@
-"""How much of each segment's DP.sync fits behind the backward: the r of paper Algorithm 2.
+"""The share of each segment's DP.sync that backwards can hide: r of paper Algorithm 2.
 
 The next forward needs the lowest segment first, but the lowest segment's backward ends last. So the
 network always reduces the lowest segment whose gradients are ready: earliest deadline first. A
-segment's share is the part that has been reduced when the last backward ends. The order of bytes
-within that time makes no difference, since the forward needs none of them earlier.
+segment's share is the part of its DP.sync that has ended when the last backward ends. The order of
+DP.sync before that time makes no difference, since the next forward comes later.
 """
 
 from bisect import insort
 from collections.abc import Sequence
 from itertools import pairwise
 
-FIRST_SHARE = 0.5  # the share of every segment until times have been measured
+FIRST_SHARE = 0.5  # the share of every segment before times are measured
 
 
 def backward_shares(ready_s: Sequence[float], sync_s: Sequence[float]) -> tuple[float, ...]:
-    """Return the share of each segment's DP.sync that fits between its backward and the last one.
+    """Return the share of each segment's DP.sync that ends before the rank's last backward does.
 
     Args:
         ready_s: when each segment's last backward ends, in seconds from any origin.
-        sync_s: how long each segment's DP.sync takes on an otherwise idle network.
+        sync_s: seconds of each segment's DP.sync on an otherwise idle network.
 
     Returns:
         A number from 0 to 1 for each segment; 0 for the segment whose backward ends last.

@@ -1,6 +1,6 @@
 """The two copy streams of a rank, one for each direction: when a copy starts and ends.
 
-What chooses offload and what simulates it both ask here.
+The choice of offload and the simulator use the same rules.
 """
 
 from megatron.fold3d.plan.ir import Action
@@ -27,7 +27,7 @@ class CopyStreams:
     def start_copy(self, copy: Action, now_s: float, seconds: float) -> float:
         """Return when a copy starts that is issued at ``now_s`` and takes ``seconds``.
 
-        It starts when the copies before it on its stream have ended. A RELOAD starts no earlier
+        A copy starts when the earlier copies on its stream have ended. A RELOAD starts no earlier
         than the end of its activation's OFFLOAD.
         """
         stage, op, microbatch = copy

@@ -1,4 +1,4 @@
-"""How many forwards 1F1B, and AIAO's last segment, run ahead, from compute and transfer times."""
+"""The number of forwards that 1F1B, and AIAO's last segment, run ahead to hide transfers."""
 
 from math import ceil
 
@@ -9,14 +9,14 @@ def forwards_that_hide(forward_s: float, backward_s: float, transfer_s: float) -
     """Return how many forwards a rank must run ahead, per rank behind it, to wait for no transfer.
 
     A rank in steady state runs one forward and one backward in each period
-    ``forward_s + backward_s``. A micro-batch's round trip, from its forward here through the next
-    rank to its backward here, takes at least a period and two transfers. The backward then waits
-    for its slot, so the round trip takes a whole number of periods. In each of these periods this
-    rank starts another forward.
+    ``forward_s + backward_s``. A micro-batch's round trip, from its forward through the next rank
+    to its backward, takes at least a period and two transfers. The backward then waits for its
+    slot, so the round trip takes a whole number of periods. In each of these periods the rank
+    starts another forward.
 
     Args:
-        forward_s: time of one micro-batch's forward in one stage, on the slowest rank.
-        transfer_s: one transfer, including its wait for others on the link.
+        forward_s: seconds of one micro-batch's forward in one stage, on the slowest rank.
+        transfer_s: seconds of one transfer, including its wait for other traffic on the link.
     """
     period_s = forward_s + backward_s
     return 1 + ceil(2 * transfer_s / period_s - _ROUNDING) if period_s else 1

@@ -1,4 +1,4 @@
-"""A run's measurements of its computations, links and memory; equal on all ranks."""
+"""A run's measurements of its computations, links and memory; all ranks have the same."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,26 +7,26 @@ from typing import Self
 
 from megatron.fold3d.plan.memory import HeldSizes
 
-_LEAST_S = 1e-9  # no clock sees less
-_USABLE = 0.9  # of free memory; the rest is for fragmentation, other processes and variation
+_LEAST_S = 1e-9  # seconds that a clock can tell apart
+_USABLE = 0.9  # share of free memory; fragmentation, other processes and variation take the rest
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a message takes on a lane: its latency, and then so much for each byte."""
+    """The seconds of a message on a lane: a latency, plus a time for each byte."""
 
     s_per_byte: float = 0.0
     latency_s: float = 0.0
 
     @classmethod
     def through(cls, small: tuple[float, float], large: tuple[float, float]) -> Self:
-        """Return the line through two messages, each its bytes and its seconds."""
+        """Return the line through two messages, each given as (bytes, seconds)."""
         (few, few_s), (many, many_s) = small, large
         s_per_byte = max(_LEAST_S, many_s - few_s) / (many - few)
         return cls(s_per_byte, max(0.0, few_s - s_per_byte * few))
 
     def seconds(self, num_bytes: float) -> float:
-        """Return what a message of so many bytes takes."""
+        """Return the seconds of a message with this many bytes."""
         return self.latency_s + num_bytes * self.s_per_byte
 
     def __str__(self) -> str:
@@ -35,15 +35,15 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTimes:
-    """Seconds of one micro-batch in each stage, of a transfer and of DP.sync; bytes, if known."""
+    """Seconds of one micro-batch in each stage, of a transfer and of DP.sync, and bytes held."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
-    """Without recomputation and weight gradients that have their own actions in the plan."""
+    """Without recomputation and weight gradients that are separate actions of the plan."""
     recompute_s: tuple[float, ...]
     weight_s: tuple[float, ...]
     optimizer_s: tuple[float, ...] = ()
-    """The update of a stage's parameters; zero if no step was measured."""
+    """The optimizer's step of a stage; zero if no step was measured."""
     transfer_s: float
     """One message without its latency, measured while every rank sends one to the next."""
     transfer_latency_s: float = 0.0
@@ -52,15 +52,15 @@ class MeasuredTimes:
     param_gather_s: tuple[float, ...] = ()
     """The all-gather of a stage's parameters with its latency; empty if not measured."""
     lanes: Mapping[str, Line] = field(default_factory=dict)
-    """What was measured of each lane, by its name in prose; zero where the run has none."""
+    """The measured line of each lane, by the lane's name in prose; zero if the run has none."""
     rings_are_buffered: bool = False
-    """Whether a message slows DP.sync down in its own direction alone."""
+    """Whether a message slows DP.sync down only in the message's direction."""
     held: HeldSizes | None = None
-    """Bytes; None if the device does not report its memory, as on a CPU."""
+    """Bytes of micro-batches; None if the device reports no memory, as a CPU."""
     room_bytes: float = inf
-    """What the fullest rank may take more than it did."""
+    """Bytes that the fullest rank may use beyond its peak."""
     other_shard_bytes: tuple[float, ...] = ()
-    """By segment, what a rank takes more if every replica steps the segment in full."""
+    """By segment, the additional bytes of a rank if every replica steps the segment in full."""
 
     def __str__(self) -> str:
         named = {
@@ -78,5 +78,5 @@ class MeasuredTimes:
 
 
 def usable_bytes(free_bytes: float) -> float:
-    """Return how much may be predicted to be taken of memory that is free; more is never tried."""
+    """Return the bytes of free memory that a prediction may use."""
     return _USABLE * max(0.0, free_bytes)

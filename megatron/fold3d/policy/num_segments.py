@@ -1,6 +1,6 @@
 """The number of segments, by the paper's rule or from the times of whole iterations.
 
-More segments hide more of DP.sync and shrink the bubble. But each segment also sends every
+More segments hide more of DP.sync and shrink the bubble. But each further segment sends every
 micro-batch through all ranks once more, and adds overhead.
 """
 
@@ -14,7 +14,7 @@ class Segments:
     """A number of segments and the reason for it.
 
     Attributes:
-        layers: the number of layers of each stage, where the numbers differ.
+        layers: the number of layers of each stage; empty if all stages have equally many.
     """
 
     num_segments: int
@@ -30,7 +30,7 @@ def by_rule(
     grad_sync_s: float,
     num_microbatches: int,
 ) -> Segments:
-    """Return the paper's choice (Sec. IV): raise ns while compute hides overlapped communication.
+    """Return the paper's ns (Sec. IV): raise ns while computation hides overlapped communication.
 
     Args:
         options: numbers of segments that divide the layers.
@@ -38,7 +38,7 @@ def by_rule(
     microbatches = num_microbatches
     hidden_s = {
         ns: overlapping_s(2 * ns * microbatches * message_s, grad_sync_s, ns, microbatches)
-        for ns in sorted(options)  # twice: a forward's and a backward's message
+        for ns in sorted(options)  # twice: messages of forwards and of backwards
     }
     fitting = list(takewhile(lambda ns: hidden_s[ns] <= compute_s, hidden_s))
     chosen, verb = (fitting[-1], "fit") if fitting else (min(hidden_s), "do not even fit")
@@ -50,7 +50,7 @@ def by_rule(
 
 
 def by_iteration_time(iteration_s: Mapping[int, float], tolerance: float) -> Segments:
-    """Return the number of segments with the shortest iteration; among equals, the fewest.
+    """Return the number of segments with the shortest iteration; of equal times, the fewest.
 
     Args:
         tolerance: the relative difference up to which two times count as equal.
@@ -66,7 +66,7 @@ def overlapping_s(
 ) -> float:
     """Return the paper's T_ol (eq. 4): (ms - 1)/ms T_pp + (ns - 1)/ns T_dp.
 
-    The paper subtracts T_comp here although eq. 2 takes the maximum with it; once is enough.
+    The paper also subtracts T_comp, which is not done here, since eq. 2 already takes the maximum.
     """
     first_microbatch, first_segment = p2p_s / num_microbatches, grad_sync_s / num_segments
     return (p2p_s - first_microbatch) + (grad_sync_s - first_segment)

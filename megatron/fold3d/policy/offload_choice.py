@@ -1,4 +1,4 @@
-"""Which activations a rank offloads and how early it reloads them, chosen from measured times.
+"""The choice from measured times which activations a rank offloads, and how early it reloads them.
 
 Each rank chooses for itself, since its copies to and from the host do not affect other ranks.
 """
@@ -16,7 +16,7 @@ from megatron.fold3d.policy.measured_times import usable_bytes
 
 logger = logging.getLogger(__name__)
 
-_HIDDEN = 0.01  # waits for copies below this share of compute time count as none
+_HIDDEN = 0.01  # waits for copies below this share of the compute time do not count
 _DEPTHS = range(1, 9)
 
 
@@ -25,9 +25,9 @@ class OffloadTimes:
     """An iteration's measurements: times in seconds, sizes in bytes.
 
     Attributes:
-        activation_bytes: the bytes of the largest activation, that of one (segment, micro-batch).
-        held: the most of them on the device at once.
-        spare_bytes: device memory that was never used; None where the device has none of its own.
+        activation_bytes: the largest activations of one (segment, micro-batch).
+        held: the most such activations on the device at once.
+        spare_bytes: device memory that was never used; None on a CPU.
     """
 
     activation_bytes: int
@@ -40,7 +40,7 @@ class OffloadTimes:
 
 
 def offloaded(program: Program, choice: OffloadChoice) -> Program:
-    """Return a rank's program with the OFFLOADs and RELOADs of a choice."""
+    """Return a rank's program with a choice's OFFLOAD and RELOAD actions."""
     plan = add_offload(Plan((program,)), depth=choice.depth, at_most=choice.at_most)
     return plan.programs[0]
 
@@ -53,7 +53,7 @@ def choose_offload(program: Program, measured: OffloadTimes, *, sparing: bool) -
             otherwise offload all, and hide nearly as much as memory allows.
     """
     if measured.spare_bytes is None:
-        # On a CPU the memory is the host's, and copies are synchronous.
+        # A CPU has only host memory, and its copies are synchronous.
         return OffloadChoice(0 if sparing else None)
     most_held = measured.held + int(usable_bytes(measured.spare_bytes)) // measured.activation_bytes
     most = sum(action.op is Op.FORWARD for action in program)
@@ -67,12 +67,12 @@ def choose_offload(program: Program, measured: OffloadTimes, *, sparing: bool) -
         return waits_s(offloaded(program, choice), measured, choice.depth)
 
     def fewest(depth: int) -> int:
-        """Return the fewest to offload that leave no more than fit; all if even these are more."""
+        """Return the least number to offload so that the rest fits; all if even this is too few."""
         choices = [OffloadChoice(number, depth) for number in range(most)]
         return bisect_left(choices, True, key=lambda choice: not too_many(choice))
 
     def most_hidden(depth: int, needed: int) -> int:
-        """Return how many can be offloaded, up to ``needed``, so that no computation waits."""
+        """Return the largest number up to ``needed`` with which no computation waits."""
 
         def waits(number: int) -> bool:
             return wait_s(OffloadChoice(number, depth)) > _HIDDEN * computed_s
@@ -105,9 +105,9 @@ def choose_offload(program: Program, measured: OffloadTimes, *, sparing: bool) -
 def waits_s(program: Program, measured: OffloadTimes, depth: int) -> float:
     """Return how long a rank's computations wait for copies, in seconds.
 
-    A copy is issued when the computations before it have ended. A computation waits for the reload
-    of the activations that it reads. The computation ``depth`` positions after an OFFLOAD waits for
-    that copy, which frees memory.
+    A copy is issued when the earlier computations have ended. A backward waits for the reload of
+    its activations. The computation ``depth`` positions after an OFFLOAD waits for this copy, which
+    frees memory.
     """
     streams = CopyStreams()
     now_s = computed_s = 0.0

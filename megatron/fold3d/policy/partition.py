@@ -1,11 +1,10 @@
-"""How many layers each stage holds: stage boundaries from the times of whole iterations.
+"""The layout: how many layers each stage holds, chosen by the times of whole iterations.
 
 The first stage has the embedding and the last the head, so equal numbers of layers are not equal
-work (Merak Sec. 4). The search starts from the better of two layouts: one with layers as even as
-possible, one in which ranks compute equally long. It moves one layer at a time from a stage to
-another, the most promising move first, until no move helps. A rank's computation is a lower bound
-of the iteration. If only few layouts have a bound below the best iteration, the search tries them
-all, and the result is exact.
+work (Merak Sec. 4). The search starts from the most even layout, or from one in which ranks compute
+equally long. It moves one layer at a time from a stage to another, the most promising move first,
+until no move helps. A rank's computation is a lower bound on the iteration. If few layouts have a
+bound below the best iteration, the search tries all of them, and its result is the optimum.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,17 +16,17 @@ Layers = tuple[int, ...]
 """The number of layers of each stage; stage s is segment s // ranks on rank s % ranks."""
 
 MOST_COMPARED = 2000
-"""If at most this many layouts could be better, the search tries them all."""
-_ALIKE = 1e-9  # relative; two sums of the same times in another order
+"""The search tries all layouts that could be better, if they are at most this many."""
+_ALIKE = 1e-9  # relative error of sums of the same times in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """Lower bounds of each rank's computation, in seconds of one micro-batch.
+    """Lower bounds on each rank's computation, in seconds per micro-batch.
 
     Attributes:
         layer_s: one layer's forward and backward, the same for all layers.
-        rank_s: forward and backward of a rank's other modules: embedding, head.
+        rank_s: by rank, forward and backward of its other modules: embedding, head.
     """
 
     layer_s: float
@@ -35,7 +34,7 @@ class RankTimes:
     num_microbatches: int
 
     def iteration_s(self, layers: Layers) -> float:
-        """Return a lower bound of the iteration with these layers, in seconds."""
+        """Return a lower bound on the iteration with this layout, in seconds."""
         ranks = len(self.rank_s)
         return self.num_microbatches * max(
             own_s + self.layer_s * sum(layers[rank::ranks])
@@ -43,7 +42,7 @@ class RankTimes:
         )
 
     def most_layers(self, rank: int, iteration_s: float) -> float:
-        """Return how many layers a rank can compute in an iteration."""
+        """Return how many layers a rank can compute in an iteration of this length."""
         if not self.layer_s:
             return inf
         return (iteration_s / self.num_microbatches - self.rank_s[rank]) / self.layer_s
@@ -51,10 +50,11 @@ class RankTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """The layers of each stage, and how they were found.
+    """The best layout that was found.
 
     Attributes:
-        is_exact: whether every layout that fits was tried or cannot be better.
+        is_exact: whether it is the optimum: every other layout was tried or cannot be better.
+        simulated: the number of layouts that were tried.
     """
 
     layers: Layers
@@ -70,24 +70,24 @@ def best_partition(
     times: RankTimes | None,
     most_simulated: int,
 ) -> Partition:
-    """Return the layout with the shortest iteration that was found.
+    """Return the layout with the shortest iteration that the search finds.
 
-    Every stage keeps at least one layer. Among equals the first one found wins, so ``start`` does
-    if it is one of them.
+    Every stage keeps at least one layer. Of equal layouts the first one, such as ``start``, wins.
 
     Args:
-        start: the first layout to try, such as one as even as possible.
+        start: the first layout to try, such as the most even one.
         iteration_s: returns a layout's iteration time; infinite if it does not fit into memory.
-        times: the times of the ranks; None if layers differ, and then no layout is proved best.
+        times: the ranks' times; None if layers differ, so that no layout is proved to be optimal.
+        most_simulated: the most calls of ``iteration_s``.
     """
     known: dict[Layers, float] = {}
     best: Layers = ()
     best_s = inf
 
-    def left() -> int:
+    def trials_left() -> int:
         return max(0, most_simulated - len(known))
 
-    def look_at(layers: Layers) -> bool:
+    def try_layout(layers: Layers) -> bool:
         """Simulate a layout; return whether it is better than all before."""
         nonlocal best, best_s
         seconds = known[layers] = iteration_s(layers)
@@ -105,7 +105,7 @@ def best_partition(
             if layers not in known:
                 yield layers
 
-    def looks_at_all(times: RankTimes) -> bool:
+    def try_all(times: RankTimes) -> bool:
         """Try all layouts that could be better; return False if there are too many of them."""
         if best_s == inf:
             return False
@@ -117,28 +117,28 @@ def best_partition(
         if len(layouts) > MOST_COMPARED:
             return False
         for layers in promising(layouts):
-            if not left():
+            if not trials_left():
                 return False
-            look_at(layers)
+            try_layout(layers)
         return True
 
-    look_at(start)
+    try_layout(start)
     if times is not None and most_simulated > 1 and (balanced := _balanced(start, times)) != start:
-        look_at(balanced)
-    while any(map(look_at, islice(promising(_moves(best)), left()))):
+        try_layout(balanced)
+    while any(map(try_layout, islice(promising(_moves(best)), trials_left()))):
         pass
-    is_exact = times is not None and looks_at_all(times)
+    is_exact = times is not None and try_all(times)
     return Partition(layers=best, iteration_s=best_s, is_exact=is_exact, simulated=len(known))
 
 
 def _balanced(start: Layers, times: RankTimes) -> Layers:
-    """Return a layout of the same number of layers that minimizes the slowest rank's computation.
+    """Return the layout with as many layers in which the slowest rank computes shortest.
 
-    A rank's stages have equal numbers of layers, except that the first ones may have one more.
+    A rank's stages have equal numbers of layers, except that its first stages may have one more.
     """
     ranks = len(times.rank_s)
     segments = len(start) // ranks
-    of_rank = [segments] * ranks  # each stage has a layer
+    of_rank = [segments] * ranks  # one layer for each stage
     for _ in range(sum(start) - len(start)):
         idlest = min(range(ranks), key=lambda r: times.rank_s[r] + times.layer_s * of_rank[r])
         of_rank[idlest] += 1
@@ -146,10 +146,10 @@ def _balanced(start: Layers, times: RankTimes) -> Layers:
 
 
 def layers_of_stages(num_layers: int, num_ranks: int, num_segments: int) -> Layers:
-    """Return the number of layers of each stage, as even as possible over ranks, then over stages.
+    """Return the most even layout over ranks, and within a rank over its stages.
 
-    The remainder goes to the ranks in the middle, since the first has the embedding and the last
-    the head. Within a rank it goes to the first segments.
+    The remainder goes to the ranks in the middle, since the first rank has the embedding and the
+    last rank the head. Within a rank the remainder goes to the first segments.
     """
     each, left = divmod(num_layers, num_ranks)
     order = [*range(1, num_ranks - 1), 0, num_ranks - 1]
@@ -160,7 +160,7 @@ def layers_of_stages(num_layers: int, num_ranks: int, num_segments: int) -> Laye
 
 
 def over_segments(of_rank: Sequence[int], num_segments: int) -> Layers:
-    """Return the layers of each stage, from those of each rank; its first stages may have more."""
+    """Spread each rank's layers over its stages; a rank's first stages may have one more."""
     return tuple(
         layers // num_segments + (segment < layers % num_segments)
         for segment in range(num_segments)
@@ -169,7 +169,7 @@ def over_segments(of_rank: Sequence[int], num_segments: int) -> Layers:
 
 
 def _moves(layers: Layers) -> Iterator[Layers]:
-    """Yield the layouts that differ by one layer, moved from one stage to another."""
+    """Yield the layouts in which one layer has moved from a stage to another."""
     for source, count in enumerate(layers):
         for target in range(len(layers) if count > 1 else 0):
             if source != target:
@@ -182,18 +182,19 @@ def _moves(layers: Layers) -> Iterator[Layers]:
 def _layouts(
     num_layers: int, num_stages: int, most: Sequence[int], begun: Layers = ()
 ) -> Iterator[Layers]:
-    """Yield all layouts in which each stage has at least one layer and no rank more than ``most``.
+    """Yield all layouts with at least one layer per stage and at most ``most`` layers per rank.
 
     Args:
-        num_layers: layers that are left for the following stages.
-        most: layers that each rank has room for in addition to those of ``begun``.
+        num_layers: layers that are left for the stages after ``begun``.
+        most: the most layers that each rank may get in addition to ``begun``.
+        begun: layers of the first stages.
     """
     if not num_stages:
         if not num_layers:
             yield begun
         return
     ranks = {stage % len(most) for stage in range(len(begun), len(begun) + num_stages)}
-    if num_layers > sum(most[rank] for rank in ranks):  # ranks that have a stage left
+    if num_layers > sum(most[rank] for rank in ranks):  # too many for the remaining stages
         return
     rank = len(begun) % len(most)
     for count in range(1, num_layers - num_stages + 2):

@@ -1,4 +1,4 @@
-"""What is predicted of a choice: the job that runs it, and its time."""
+"""Predictions: a choice's job and its predicted iteration time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from megatron.fold3d.plan.compile import Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """A choice for iterations of some number of micro-batches.
+    """The predicted iteration of a choice, for a number of micro-batches.
 
     Attributes:
-        job: what runs: with its shares, and in its order of computation.
-        seconds: of an iteration whose step is neither clipped nor skipped; infinite if memory has
-            no room.
+        job: the job with its shares and its order of computation.
+        seconds: an iteration whose step is neither clipped nor skipped; infinite if memory has no
+            room.
     """
 
     job: Job
@@ -28,11 +28,11 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """What a run's search has found.
+    """The result of a run's search.
 
     Attributes:
-        choices: the choice that runs, then those worth trying.
-        sharded: stock's order with the distributed optimizer, if that was asked for.
+        choices: the running choice, then the choices worth trying.
+        sharded: stock's order with the distributed optimizer, if it was to be predicted.
     """
 
     choices: Sequence[Predicted]

@@ -1,11 +1,11 @@
-"""How many layers each stage keeps instead of recomputing them, so that the most are kept.
+"""The fewest layers of each stage to recompute so that a rank's activations fit into memory.
 
 A kept layer holds all its activations from its forward to its backward; a recomputed layer holds
-only its input. A stage that holds few micro-batches at a time can keep its layers; one that holds
-many cannot. AIAO's last segment holds few and the others hold many, so one number for a whole rank
-is not enough. Each kept layer saves the same time, one recomputation per micro-batch. So a rank's
-best choice is the largest total of kept layers that its memory has room for. Ranks do not share
-memory and choose for themselves (Merak Sec. 5.2, extended from ranks to segments).
+only its input. A stage that holds few micro-batches at a time can keep its layers, one that holds
+many cannot. AIAO's last segment holds few micro-batches and the other segments many, so one number
+for a whole rank is not enough. Each kept layer saves the same time, one recomputation per
+micro-batch. So a rank's best choice keeps the most layers for which its memory has room. Ranks do
+not share memory and choose for themselves (Merak Sec. 5.2, extended from ranks to segments).
 """
 
 from collections import Counter
@@ -22,6 +22,7 @@ class StageBytes(NamedTuple):
     """The bytes that one micro-batch's forward of a stage keeps for its backward.
 
     Attributes:
+        recomputed: the bytes of the stage if all of its layers are recomputed.
         kept: the bytes that each layer adds if it is not recomputed.
     """
 
@@ -32,10 +33,10 @@ class StageBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountsChoice:
-    """How many layers each stage of a rank recomputes, and the bytes that this takes.
+    """The number of layers that each stage of a rank recomputes, and the peak memory.
 
     Attributes:
-        peak_bytes: bytes of saved activations at the peak, those of recomputation included.
+        peak_bytes: saved and recomputed activations at the peak.
     """
 
     recomputed: Mapping[int, int]
@@ -46,10 +47,10 @@ class _Moment(NamedTuple):
     """An action that frees activations, or an early recomputation, at which memory may peak.
 
     Attributes:
-        live: by stage, the micro-batches that hold its kept layers alone, not all layers.
-        fixed: bytes that no choice can free: inputs, and all layers of what is recomputed already.
-        recomputing: the stage whose backward recomputes layer by layer. The backward of the kept
-            layers, the last ones, has ended by then, so memory grows only if it keeps no layer.
+        live: by stage, the micro-batches of which only the kept layers are held.
+        fixed: bytes that no choice can free: inputs, and all layers of early recomputations.
+        recomputing: the stage whose backward recomputes layer by layer. The kept layers are the
+            last ones, whose backward is over by then, so memory grows only if no layer is kept.
     """
 
     live: tuple[tuple[int, int], ...]
@@ -57,14 +58,14 @@ class _Moment(NamedTuple):
     recomputing: int | None
 
     def bytes(self, stages: Mapping[int, StageBytes], kept: Mapping[int, int]) -> float:
-        """Return what the rank's activations take if stages keep so many layers."""
+        """Return the bytes of the rank's activations, with the numbers of kept layers by stage."""
         layers = sum(count * kept[stage] for stage, count in self.live)
         alone = self.recomputing
         layers += alone is not None and kept[alone] == 0 < stages[alone].layers
-        return self.fixed + layers * _of_a_kept_layer(stages)
+        return self.fixed + layers * _kept_layer_bytes(stages)
 
     def covers(self, other: "_Moment") -> bool:
-        """Tell whether this moment takes no less than another, whatever stages keep."""
+        """Tell whether this moment takes at least another's bytes, whatever layers are kept."""
         of_both = other.recomputing in (None, self.recomputing)
         live = dict(self.live)
         holds = all(live.get(stage, 0) >= count for stage, count in other.live)
@@ -81,18 +82,18 @@ def fewest_counts(
 ) -> CountsChoice:
     """Return the fewest layers of each stage that have to be recomputed.
 
-    Among several such choices, take the one with the lowest peak memory.
+    Of several such choices, the one with the lowest peak memory is returned.
 
     Args:
-        limit: the most bytes that saved activations may take with what is beside them.
+        limit: the most bytes of saved activations and ``beside`` together.
         beside: bytes that stay, such as parameters.
-        in_backwards: whether the layer that a backward recomputes counts. Where weight gradients
-            are split from their backwards, it has to be among the bytes that stay.
+        in_backwards: whether to count the layer that a backward recomputes. If weight gradients are
+            split from their backwards, ``beside`` has to include this layer instead.
 
     Raises:
-        ValueError: they take more even if all layers are recomputed.
+        ValueError: memory has no room even if all layers are recomputed.
     """
-    layers = {stage: its.layers for stage, its in stages.items()}
+    layers = {stage: size.layers for stage, size in stages.items()}
     moments = _worst_moments(program, stages, in_backwards=in_backwards)
     limit -= beside
     all_kept = _peak(moments, stages, layers)
@@ -104,8 +105,8 @@ def fewest_counts(
             f"{beside + limit:.0f} bytes of memory; raise --pipeline-model-parallel-size or "
             "--tensor-model-parallel-size, or give --offload-activations on"
         )
-    # In layers of one micro-batch: what each moment has room for beside what is always there.
-    room = [int((limit - moment.fixed) // _of_a_kept_layer(stages)) for moment in moments]
+    # The room of each moment beside its fixed bytes, in layers of one micro-batch.
+    room = [int((limit - moment.fixed) // _kept_layer_bytes(stages)) for moment in moments]
     kept = _most_kept(moments, layers, room)
     return CountsChoice(
         recomputed={stage: count - kept[stage] for stage, count in layers.items()},
@@ -113,8 +114,8 @@ def fewest_counts(
     )
 
 
-def peak_if_all_recomputed(program: Program, stages: Mapping[int, StageBytes]) -> float:
-    """Return the bytes of a rank's saved activations, those of recomputation included."""
+def fully_recomputed_peak(program: Program, stages: Mapping[int, StageBytes]) -> float:
+    """Return a rank's peak bytes of saved and recomputed activations, with full recomputation."""
     moments = _worst_moments(program, stages, in_backwards=True)
     return _peak(moments, stages, dict.fromkeys(stages, 0))
 
@@ -122,11 +123,11 @@ def peak_if_all_recomputed(program: Program, stages: Mapping[int, StageBytes]) -
 def _worst_moments(
     program: Program, stages: Mapping[int, StageBytes], *, in_backwards: bool
 ) -> list[_Moment]:
-    """Return the moments at which memory may peak, without those that another one covers."""
+    """Return the moments at which memory may peak, except moments that another one covers."""
     split = split_stages(program)
     forwards = Counter(stage for stage, op, _ in program if op is Op.FORWARD)
     held: Counter[int] = Counter()  # micro-batches by stage
-    whole: Counter[int] = Counter()  # those of them whose layers are all there again
+    whole: Counter[int] = Counter()  # micro-batches by stage that hold all layers again
     early = set[tuple[int, int | None]]()
     moments: set[_Moment] = set()
     for stage, op, microbatch in program:
@@ -142,7 +143,7 @@ def _worst_moments(
             moments.add(
                 _Moment(
                     live=tuple(sorted((held - whole).items())),
-                    fixed=inputs + layers * _of_a_kept_layer(stages),
+                    fixed=inputs + layers * _kept_layer_bytes(stages),
                     recomputing=stage if alone else None,
                 )
             )
@@ -161,17 +162,17 @@ def _peak(
     return max((moment.bytes(stages, kept) for moment in moments), default=0.0)
 
 
-def _of_a_kept_layer(stages: Mapping[int, StageBytes]) -> float:
-    return max(its.kept for its in stages.values())
+def _kept_layer_bytes(stages: Mapping[int, StageBytes]) -> float:
+    return max(size.kept for size in stages.values())
 
 
 def _most_kept(
     moments: Sequence[_Moment], layers: Mapping[int, int], room: Sequence[int]
 ) -> dict[int, int]:
-    """Return how many layers each stage keeps, so that the most are kept.
+    """Return how many layers each stage keeps, with the largest sum that fits.
 
-    Branch and bound over the stages of a rank, those that hold the fewest micro-batches first. If
-    there is only one moment, the first branch is already the best.
+    This is branch and bound over the stages of a rank; stages that hold the fewest micro-batches
+    come first. With a single moment the first branch is already optimal.
 
     Args:
         room: the room at each moment, in layers of one micro-batch.
@@ -202,7 +203,7 @@ def _most_kept(
                 visit(index + 1, left, kept | {stage: count})
 
     def bound(rest: Sequence[int], room: Sequence[int]) -> int:
-        """Return an upper bound of what the rest of the stages can keep."""
+        """Return an upper bound on the layers that the remaining stages can keep."""
         return min(
             (greedy(rest, r, live) for r, live in zip(room, lives, strict=True)),
             default=sum(layers[stage] for stage in rest),

@@ -1,27 +1,27 @@
-"""The order of a segment's weight gradients if they are reduced to shards as they become complete.
+"""The order of a segment's weight gradients if parts of them are reduced to shards early.
 
-A reduce-scatter sums equally many gradients of every shard. So parameters should complete the
-shards in turns: the next one is the smallest that is in the shard with the fewest gradients.
+A reduce-scatter sums equally many gradients of every shard, so all shards should fill up at the
+same rate. The next parameter is the smallest with gradients in the emptiest shard.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
-MOST_BALANCED = 4  # replicas whose shards are reduced together; with more, each to its owner
-_LAYER = (4, 4, 3, 1)  # the sizes of a transformer layer's weights, the last one first
+MOST_BALANCED = 4  # with more replicas, each part is reduced to its owner instead
+_LAYER = (4, 4, 3, 1)  # relative sizes of a transformer layer's weights, the last weight first
 
 Sizes = Sequence[Sequence[int]]
-"""Of some parameters, in any order: how many gradients lie in each shard."""
+"""By parameter and shard: how many of the parameter's gradients lie in the shard."""
 
 
 def in_shards(begin: int, end: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(shard, begin, end)`` for what lies in each shard of ``size`` gradients."""
+    """Yield ``(shard, begin, end)`` for the part of a range in each shard of ``size`` gradients."""
     for shard in range(begin // size, -(-end // size)):
         yield shard, max(begin, shard * size), min(end, (shard + 1) * size)
 
 
 def in_turns(sizes: Sequence[int], there: Sizes) -> list[int]:
-    """Return the order of parameters, as indices."""
+    """Return the order of parameters as indices, from their sizes, whole and by shard."""
     complete = [0] * max(map(len, there), default=0)
     left, order = list(range(len(sizes))), list[int]()
     while left:
@@ -36,10 +36,10 @@ def in_turns(sizes: Sequence[int], there: Sizes) -> list[int]:
 
 
 def started_shares(num_layers: int, num_replicas: int) -> tuple[tuple[float, float], ...]:
-    """Return which share of a segment's reduction has started after which share of the work.
+    """Return pairs: a share of the weight gradients' work, and the share of the reduction started.
 
-    It is that of equal transformer layers. If each part is reduced to its owner, the shares are
-    equal, and the result is empty.
+    They hold for equal transformer layers. The result is empty if both shares are always equal, as
+    where each part is reduced to its owner.
     """
     if not 1 < num_replicas <= MOST_BALANCED or not num_layers:
         return ()

@@ -23,7 +23,7 @@ from megatron.fold3d.policy.recompute_choice import (
     CountsChoice,
     StageBytes,
     fewest_counts,
-    peak_if_all_recomputed,
+    fully_recomputed_peak,
 )
 from megatron.fold3d.runtime.device import free_device_bytes, held_device_bytes, peak_device_bytes
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration, within
@@ -133,7 +133,7 @@ class MeasuredCounts(Feature):
                 stage: StageBytes._make(map(max, zip(*(its[stage] for its in stages), strict=True)))
                 for stage in stages[0]
             }
-            held = peak_if_all_recomputed(program, largest)
+            held = fully_recomputed_peak(program, largest)
             usable = held + usable_bytes(min(spares))
             self._stages.append(largest)
             self._limits.append(usable if self._limit_bytes is None else self._limit_bytes)

@@ -98,9 +98,9 @@ class Plans:
         if not choice.fills_gaps:
             return job
 
-        from megatron.fold3d.plan.passes.place_weight_grads import place_as_if_equal
+        from megatron.fold3d.plan.passes.place_weight_grads import place_with_equal_times
 
-        return replace(job, order=place_as_if_equal(job.computed, choice.held))
+        return replace(job, order=place_with_equal_times(job.computed, choice.held))
 
     @contextmanager
     def _named(self) -> Iterator[None]:

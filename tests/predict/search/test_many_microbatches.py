@@ -15,7 +15,7 @@ from megatron.fold3d.predict.search import best_first
 from megatron.fold3d.predict.search.best_first import BestFirst
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.many_microbatches import extended, may_be_extended, measures
+from megatron.fold3d.predict.search.many_microbatches import can_extrapolate, extrapolated, measures
 
 pytestmark = pytest.mark.search
 
@@ -75,7 +75,7 @@ def is_on_the_line(candidate: Candidate, network: str) -> bool:
     """Tell whether a line is drawn; if so, it ends where the simulation does."""
     estimate = on(network, candidate)
     numbers, simulated = simulations(estimate)
-    line = extended(candidate, estimate, simulated)
+    line = extrapolated(candidate, estimate, simulated)
     if line is None:
         return False
     assert 3 * sum(numbers) <= candidate.num_microbatches
@@ -100,7 +100,7 @@ def test_no_line_is_drawn_from_few_micro_batches_or_where_something_may_be_full(
     few = replace(AIAO, num_microbatches=106)  # less than three times 10 + 12 + 14
     for candidate in (few, AIAO.changed(wgrad="gaps")):
         numbers, simulated = simulations(estimate := on("a100x{}", candidate))
-        assert extended(candidate, estimate, simulated) is None
+        assert extrapolated(candidate, estimate, simulated) is None
         assert numbers == []
 
 
@@ -115,9 +115,9 @@ def test_memory_is_on_the_line_if_copies_keep_up(slower, monkeypatch):
         reload_s=tuple(slower * seconds for seconds in costs.forward_s),
     )
     item = replace(item, estimate=replace(item.estimate, costs=costs))
-    assert may_be_extended(candidate, item.estimate) == (slower < 1)
+    assert can_extrapolate(candidate, item.estimate) == (slower < 1)
     judged = best_first._simulated(item, 2**40)
-    monkeypatch.setattr(best_first, "extended", lambda *_: None)
+    monkeypatch.setattr(best_first, "extrapolated", lambda *_: None)
     whole = best_first._simulated(item, 2**40)
     assert judged.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
     assert judged.device_bytes == pytest.approx(whole.device_bytes, rel=1e-9)

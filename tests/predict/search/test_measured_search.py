@@ -11,7 +11,7 @@ from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Job, lower
 from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.plan.memory import HeldSizes
-from megatron.fold3d.plan.passes.place_weight_grads import place_as_if_equal
+from megatron.fold3d.plan.passes.place_weight_grads import place_with_equal_times
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.policy.measured_times import MeasuredTimes
@@ -38,7 +38,7 @@ def best(times: MeasuredTimes, word: str = "1f1b:wgrad=gaps", **changed: Any) ->
 
 def test_until_times_are_known_they_count_as_equal():
     order = build("1f1b", num_ranks=4, num_segments=1, num_microbatches=8)
-    assert place_as_if_equal(order) == build(
+    assert place_with_equal_times(order) == build(
         "zb-h1", num_ranks=4, num_segments=1, num_microbatches=8
     )
 
@@ -141,7 +141,7 @@ def test_a_first_choice_that_has_no_room_fills_no_gaps():
     job = Job(choice=Choice.parse("1f1b:wgrad=gaps", 1), num_ranks=4, num_microbatches=8)
     heavy = HeldSizes(saved=FOUR, delayed=(8.0,) * 4, most=(0.5,) * 4)
     times = replace(TIMES, held=heavy)
-    assert place_as_if_equal(job.computed).has(Op.WEIGHT)
+    assert place_with_equal_times(job.computed).has(Op.WEIGHT)
     found = predictions(times=times, job=job, free={})
     (kept,) = found.choices
     assert kept.seconds == inf

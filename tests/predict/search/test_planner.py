@@ -22,7 +22,7 @@ from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate, candidates
 from megatron.fold3d.predict.search.neighbours import in_16_bits, neighbours, recomputed_and_paired
 from megatron.fold3d.predict.search.planner import (
-    _that_shards_make_fit,
+    _sharded_variants,
     _varied,
     search,
 )
@@ -125,10 +125,10 @@ def test_shards_are_tried_where_memory_has_no_room_without():
     assert sizes["gradients"] < sizes["weights"] < whole.device_bytes
     for limit, expected in ((whole.device_bytes, None), *((b, name) for name, b in sizes.items())):
         judge.limit_bytes = limit
-        found = [*_that_shards_make_fit([whole], judge)]
+        found = [*_sharded_variants([whole], judge)]
         assert [b.candidate.shards for b in found] == ([expected] if expected else [])
     judge.limit_bytes = min(sizes.values()) - 1
-    assert not [*_that_shards_make_fit([whole], judge)]
+    assert not [*_sharded_variants([whole], judge)]
     flags = training_flags(SMALL, tight, replace(whole.candidate, shards="gradients"))
     assert "--overlap-param-gather --shard-segments gradients" in flags
 

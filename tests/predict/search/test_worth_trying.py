@@ -6,7 +6,7 @@ import pytest
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Job
-from megatron.fold3d.predict.search.descent import Descent, Space, worth_trying
+from megatron.fold3d.predict.search.descent import Descent, Space, useful_forwards_ahead
 from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.simulator.costs import Costs
 
@@ -27,9 +27,9 @@ def test_more_forwards_ahead_than_are_tried_gain_nothing(num_microbatches, trans
             judge, Space(orders=orders, free={"wgrad": ("backward", "gaps")})
         ).best.seconds
 
-    tried = worth_trying(costs, 4, num_microbatches)
+    tried = useful_forwards_ahead(costs, 4, num_microbatches)
     assert best(tried) == best(range(1, num_microbatches + 1))
 
 
 def test_one_microbatch_has_nothing_to_run_ahead():
-    assert worth_trying(Costs.uniform(4, p2p_s=1.0), 4, 1) == range(1, 2)
+    assert useful_forwards_ahead(Costs.uniform(4, p2p_s=1.0), 4, 1) == range(1, 2)

@@ -1,1 +1,1 @@
-"""Passes from plan to plan, one per file; each adds one kind of action and moves no others."""
+"""Passes from plan to plan, one per file; each adds or moves one kind of action."""

@@ -6,9 +6,9 @@
     after   rank 0  0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE
                     0B0 0B1 0REDUCE_KEPT 0ALL_REDUCE 2FINALIZE 0FINALIZE
 
-In a plan that gathers parameters, the step moves before their all-gather. `share_grad_sync` then
-leaves a part of each sum, here a half, for the next iteration, in the order in which its forwards
-need the parameters. The first stage's rest starts when all backwards are done:
+In a plan that gathers parameters, the step moves before the all-gather. `share_grad_sync` then
+leaves a part of each sum, here a half, for the next iteration, in the order in which forwards need
+the parameters. The rest of the first stage's sum starts when all backwards are done:
 
     before  rank 0  0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE 0B0 0B1 ...
     after   rank 0  2ALL_REDUCE 0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE:500
@@ -32,8 +32,8 @@ _NEED_STEP = frozenset({Op.FORWARD, Op.ALL_GATHER})
 def carry_grad_sync(program: Program, stages: Container[int]) -> Iterator[Action]:
     """Let DP.sync of ``stages`` reach into the next iteration: paper Algorithm 2, the free split.
 
-    STEP moves right before the stage's ALL_GATHER or, without one, between the receive of its first
-    forward and the forward. REDUCE_KEPT sums what Megatron reads at the end of the iteration.
+    STEP moves right before the stage's ALL_GATHER or, without one, between the receive of the first
+    forward and this forward. REDUCE_KEPT sums gradients that Megatron reads after the backwards.
     """
     already = carried(program)
     moved = {
@@ -41,7 +41,7 @@ def carry_grad_sync(program: Program, stages: Container[int]) -> Iterator[Action
     } - already.keys()
     left = set(moved)
     kept: list[int] = []
-    end = len(program)  # of all but the steps at the end
+    end = len(program)  # index of the first step at the end
     while end and program[end - 1].op is Op.STEP:
         end -= 1
 
@@ -63,13 +63,12 @@ def carry_grad_sync(program: Program, stages: Container[int]) -> Iterator[Action
 def share_grad_sync(program: Program, shares: Sequence[float]) -> Iterator[Action]:
     """Start a part of each carried sum in its iteration, and the rest in the next one.
 
-    A part between weight gradients may come when fewer gradients are complete than it would sum. So
-    the share ends with the stage's last sum, when all gradients are complete, and earlier parts end
-    before the share.
+    Between weight gradients only some gradients are complete. So the share ends with the stage's
+    last sum, when all gradients are complete, and earlier parts end before the share.
 
     Args:
-        program: with carried stages, whose sums all start in their own iteration.
-        shares: by stage, the part that starts in its own iteration, to a thousandth.
+        program: a program with carried stages, whose sums all start in their own iteration.
+        shares: by stage, the part that starts in its own iteration; rounded to thousandths.
     """
     late = carried(program)
     stages = sorted({a.stage for a in program if a.op is Op.STEP})
@@ -99,6 +98,6 @@ def share_grad_sync(program: Program, shares: Sequence[float]) -> Iterator[Actio
 
 
 def backwards_end(program: Program) -> int:
-    """Return the index of the first FINALIZE, after all backwards and their sums; else the end."""
+    """Return the index of the first FINALIZE, which follows all sums of backwards; else the end."""
     ends = (i for i, action in enumerate(program) if action.op is Op.FINALIZE)
     return next(ends, len(program))

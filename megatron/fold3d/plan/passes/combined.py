@@ -1,7 +1,7 @@
 """Megatron's ``--overlap-moe-expert-parallel-comm``: a forward and a backward that run as one.
 
-Their layers take turns, and each computes during the other's all-to-alls. Each rank runs one more
-forward ahead, so that the two never need each other:
+The layers of both take turns, and each computes during the other's all-to-alls. Each rank runs one
+more forward ahead, so that neither needs the other's result:
 
     before  0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
     here    0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
@@ -18,14 +18,14 @@ from megatron.fold3d.plan.schedules import alternate
 
 @per_rank
 def one_more_ahead(program: Program) -> Iterator[Action]:
-    """Yield an order of forwards and backwards with each backward one forward later."""
+    """Yield the order with each backward one forward later."""
     forwards = [action for action in program if action.op is Op.FORWARD]
     backwards = [action for action in program if action.op is Op.BACKWARD]
     return alternate(forwards, backwards, program.index(backwards[0]))
 
 
 def combined(program: Program) -> Iterator[tuple[Action, Action]]:
-    """Yield each forward that runs as one with the backward behind it, and that backward."""
+    """Yield each (forward, backward) that run as one: a backward that follows a forward."""
     computed = (action for action in program if action.op in (Op.FORWARD, Op.BACKWARD))
     for first, second in pairwise(computed):
         if (first.op, second.op) == (Op.FORWARD, Op.BACKWARD):

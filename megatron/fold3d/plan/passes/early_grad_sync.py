@@ -21,10 +21,10 @@ from megatron.fold3d.plan.ops import SUM_OPS
 
 @per_rank
 def reduce_early(program: Program, stages: Container[int]) -> Iterator[Action]:
-    """Cut weight gradients behind all backwards of their stage into parts; reduce each part."""
+    """Cut weight gradients after a stage's last backward into parts, and reduce each part."""
     weights = Counter(stage for stage, op, _ in program if op is Op.WEIGHT and stage in stages)
     left = Counter(stage for stage, op, _ in program if op is Op.BACKWARD)
-    apart = set()  # stages that keep their WEIGHTs: a backward follows one of them
+    apart = set()  # stages whose WEIGHT actions stay, since a backward follows one of these
     for stage, op, _ in program:
         left[stage] -= op is Op.BACKWARD
         if op is Op.WEIGHT and left[stage]:
@@ -39,7 +39,7 @@ def reduce_early(program: Program, stages: Container[int]) -> Iterator[Action]:
             continue
         done[stage] += 1
         end = done[stage] * WHOLE // weights[stage]
-        if end == begun[stage]:  # more micro-batches than thousandths
+        if end == begun[stage]:  # an empty part: more micro-batches than thousandths
             continue
         begun[stage] = end
         yield Action(stage, Op.WEIGHT_PART, end)

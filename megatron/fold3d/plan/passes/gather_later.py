@@ -21,16 +21,16 @@ _MOVED = (Op.STEP, Op.ALL_GATHER)  # in this order
 def gather_later(
     program: Program, shares: Sequence[float], parameter_share: float
 ) -> Iterator[Action]:
-    """Move the all-gathers of carried stages, with their STEP, behind some forwards.
+    """Move STEP and all-gather of carried stages behind some forwards.
 
-    The forwards of the stage before overlap first the rest of the reduce-scatter, then the
-    all-gather. They are divided in proportion to the bytes of the two. The all-gather of the rank's
+    The forwards of the previous stage overlap first the rest of the reduce-scatter, then the
+    all-gather. They are divided in proportion to the bytes of both. The all-gather of the rank's
     first stage keeps its place.
 
     Args:
-        program: with all-gathers, and with DP.sync that reaches into the next iteration.
-        shares: by stage, the part of its sum that does not reach into the next iteration.
-        parameter_share: bytes of a parameter, as a share of those of its gradient.
+        program: a program with all-gathers and carried DP.sync.
+        shares: by stage, the part of the sum that starts in its own iteration.
+        parameter_share: bytes of a parameter divided by bytes of its gradient.
     """
     num = Counter(stage for stage, op, _ in program if op is Op.FORWARD)
     before = {stage: earlier for earlier, stage in pairwise(num)}
@@ -45,7 +45,7 @@ def gather_later(
     moving = {s: [a for op in _MOVED if (a := Action(s, op)) in actions] for s in moved}
     all_moving = frozenset().union(*moving.values())
 
-    left = {s: forwards[s] for s in moved}  # forwards that come first
+    left = {s: forwards[s] for s in moved}  # forwards that still precede the STEP
     for action in program:
         stage, op, _ = action
         runs = stage if op is Op.FORWARD else None

@@ -5,7 +5,7 @@ A stage's sum follows its last backward; its step ends the iteration:
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2ALL_REDUCE 0B0 0B1 0ALL_REDUCE 2STEP 0STEP
 
-`serial_grad_sync` is stock Megatron without ``--overlap-grad-reduce``; training runs it as well:
+`serial_grad_sync` is stock Megatron without ``--overlap-grad-reduce``; training can run it too:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1 0ALL_REDUCE 2ALL_REDUCE 2STEP 0STEP
@@ -28,13 +28,13 @@ _BACKWARD_ENDS = WEIGHT_OPS | {Op.BACKWARD, Op.SEND_B}
 
 @per_rank
 def add_grad_sync(program: Program, in_shards: Container[int] = ()) -> Program:
-    """Add DP.sync: start a stage's sum with its last backward, step after the last action.
+    """Add DP.sync: a stage's sum follows its last backward, and steps end the iteration.
 
-    The sum follows the stage's last backward and the send of its result: PP.sync goes first. DDP's
-    hooks may start the sum inside that backward (paper Algorithm 2, lines 4-10).
+    The sum follows the send of the last backward's result, since PP.sync goes first. DDP's hooks
+    may start the sum inside the last backward (paper Algorithm 2, lines 4-10).
 
     Args:
-        in_shards: stages of which each replica steps a shard; it steps other stages whole.
+        in_shards: stages of which each replica steps a shard; other stages are stepped whole.
     """
     lowered = list(program)
     last = {stage: i for i, (stage, op, _) in enumerate(program) if op in _BACKWARD_ENDS}
@@ -60,7 +60,7 @@ def serial_grad_sync(plan: Plan, in_shards: Container[int] = ()) -> Plan:
 def aligned_grad_sync(plan: Plan, in_shards: Container[int] = ()) -> Plan:
     """Add DP.sync as stock Megatron's interleaved schedule starts it by default.
 
-    All ranks start a segment's reduction at once: rank r starts it r backwards after the segment's
+    All ranks start a segment's reduction together: rank r starts r backwards after the segment's
     last backward, or at the end of the iteration.
     """
     synced = add_grad_sync(plan, in_shards).programs
@@ -70,7 +70,7 @@ def aligned_grad_sync(plan: Plan, in_shards: Container[int] = ()) -> Plan:
 def _late(program: Program, num_backwards: int) -> Program:
     """Move every sum past ``num_backwards`` backwards."""
     late: list[Action] = []
-    due: list[tuple[int, Action]] = []  # the number of backwards after which it starts, and the sum
+    due: list[tuple[int, Action]] = []  # sums, with the number of backwards before each
     done = 0
     for action in program:
         if action.op is Op.STEP:  # the first step; steps end the program

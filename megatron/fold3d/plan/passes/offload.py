@@ -1,7 +1,7 @@
 """The pass that copies saved activations to host memory and back.
 
-An activation's offload starts when its forward has ended; its reload runs during the backward
-before its own. Activations that are needed again too soon stay on the device:
+An offload starts when its forward has ended, and the reload runs during the computation before its
+backward. Activations that are needed again too soon stay on the device:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     after   rank 0  0F0 0OFFLOAD0 0F1 0OFFLOAD1 2F0 2F1 2B0 0RELOAD0 2B1 0RELOAD1 0B0 0B1
@@ -37,20 +37,20 @@ def add_offload(
 
     An offload runs during the rank's next ``depth`` computations, a reload during the ``depth``
     computations before the backward. Activations without enough computations between forward and
-    backward stay on the device. Each rank may offload others, without effect on other ranks.
+    backward stay on the device. Ranks may offload differently, without effect on each other.
 
     Args:
-        program: with or without transfers; an output is sent before its activations are offloaded.
+        program: a program with or without transfers; an output is sent before an offload starts.
         depth: more than 1 if a copy takes longer than one computation.
-        at_most: the most activations of a rank to offload, those first that wait longest.
+        at_most: the most activations of a rank to offload; the longest unused ones come first.
     """
     compute = [action for action in program if action.op in COMPUTE_OPS]
-    used: dict[_Key, int] = {}  # index of the backward or recomputation that first reads it
+    used: dict[_Key, int] = {}  # index of the backward or recomputation that reads an activation
     for index, (stage, op, microbatch) in enumerate(compute):
         if op is Op.BACKWARD or op is Op.RECOMPUTE:
             used.setdefault((stage, microbatch), index)
     offloaded = _offloaded(compute, used, depth, at_most)
-    reloads = {  # by the computation during which the activations come back
+    reloads = {  # by the computation that a reload overlaps
         compute[index - depth]: Action(stage, Op.RELOAD, microbatch)
         for (stage, microbatch), index in used.items()
         if (stage, microbatch) in offloaded
@@ -76,7 +76,7 @@ def _offloaded(
 ) -> set[_Key]:
     """Choose the (stage, micro-batch) activations to offload."""
     forwards = {(a.stage, a.microbatch): i for i, a in enumerate(compute) if a.op is Op.FORWARD}
-    alike: dict[int, list[_Key]] = defaultdict(list)  # by the computations until they are read
+    alike: dict[int, list[_Key]] = defaultdict(list)  # by the number of computations until the read
     for key, index in used.items():
         away = index - forwards[key]
         if away > 2 * depth:
@@ -86,7 +86,7 @@ def _offloaded(
     for away in sorted(alike, reverse=True):
         candidates = alike[away]
         take = min(left, len(candidates))
-        # Evenly spread, so that copies have the time of several computations each.
+        # They are evenly spread, so that each copy has the time of several computations.
         chosen |= {candidates[i * len(candidates) // take] for i in range(take)}
         left -= take
     return chosen

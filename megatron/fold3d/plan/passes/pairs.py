@@ -38,8 +38,8 @@ def in_pairs(program: Program, num_microbatches: int) -> Iterator[Action]:
     """Replace each computation of a pair by the computations of its two micro-batches.
 
     Args:
-        program: the order of computation of ``num_pairs(num_microbatches)`` pairs.
-        num_microbatches: micro-batches of the order that is returned.
+        program: an order of ``num_pairs(num_microbatches)`` pairs, each as one micro-batch.
+        num_microbatches: micro-batches of the returned order.
     """
     for stage, op, pair in program:
         first = 2 * (pair or 0)
@@ -49,7 +49,7 @@ def in_pairs(program: Program, num_microbatches: int) -> Iterator[Action]:
 
 @per_rank
 def pair_microbatches(program: Program) -> Iterator[Action]:
-    """Send a result, and start to offload, when the next micro-batch of a chain has begun.
+    """Move sends and offloads of a chain behind the next micro-batch's computation.
 
     A chain ends where another action stands between two micro-batches. The returned plan must be
     verified: it deadlocks if two chains wait for each other.
@@ -91,7 +91,7 @@ def check_pairs(plan: Plan) -> None:
     """Check that a plan has at least one pair.
 
     Raises:
-        PlanError: the plan has none.
+        PlanError: the plan has no pair.
     """
     if not any(any(chains(program)) for program in plan.programs):
         raise PlanError(

@@ -1,6 +1,6 @@
 """The pass that splits every backward in two and puts weight gradients where a rank would wait.
 
-If all computations take equally long, transfers no time, and a rank holds three activations:
+With equal times of all computations, free transfers and three activations per rank:
 
     before  rank 0  0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0B3 0B4
             rank 1  1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1B4
@@ -9,8 +9,8 @@ If all computations take equally long, transfers no time, and a rank holds three
             rank 1  1F0 1F1 1B0 1F2 1B1 1W0 1F3 1B2 1W1 1F4 1B3 1W2 1B4 1W3 1W4
             rank 2  2F0 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2F4 2B4 2W2 2W3 2W4
 
-Keeps two invariants: forwards and backwards keep their order, and the weight gradients of a stage
-are computed in the order of its backwards.
+Forwards and backwards keep their order, and the weight gradients of a stage are computed in the
+order of the stage's backwards.
 """
 
 import heapq
@@ -22,7 +22,7 @@ from math import inf
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program, error_at, gc_paused
 from megatron.fold3d.plan.memory import HeldSizes
 
-_ROUNDING = 1e-9  # a computation that takes exactly as long as a gap fits
+_ROUNDING = 1e-9  # relative; a computation exactly as long as a gap fits into it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class StageTimes:
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
-    """Without weight gradients."""
+    """The backwards without weight gradients."""
     weight_s: tuple[float, ...]
     transfer_s: float = 0.0
 
@@ -54,10 +54,10 @@ def place_weight_grads(
     With equal times 1F1B becomes ZB-H1, and with twice the forwards ahead ZB-H2 (Qi et al., 2024).
 
     Args:
-        held: sizes, and the most that a rank holds; by default `HeldSizes.counted`.
-        at_end: segments whose weight gradients follow the last backward, unless memory is full:
-            the first segment's DP.sync overlaps them.
-        overrun: the part of a weight gradient's time that may exceed the gap it is put into.
+        held: memory of micro-batches, and limits of ranks; by default `HeldSizes.counted`.
+        at_end: segments whose weight gradients follow the last backward, to overlap DP.sync of the
+            first segment, unless memory is full.
+        overrun: the part of a weight gradient's time by which it may exceed a gap.
 
     Raises:
         PlanError: a rank would exceed its limit even without delayed weight gradients, or the order
@@ -93,13 +93,13 @@ class _Play:
         plan, times = self.plan, self.times
         self.seconds = {Op.FORWARD: times.forward_s, Op.BACKWARD: times.backward_s}
         self.ranks = [_Rank(*numbered) for numbered in enumerate(plan.programs)]
-        # By the action that reads a result, once the result's computation has begun.
+        # By the reading action, when its input arrives; known once the input's computation begins.
         ends = (0, Op.FORWARD), (plan.num_stages - 1, Op.BACKWARD)
         self.arrives_s = {
             Action(*end, m): -inf for end in ends for m in range(plan.num_microbatches)
         }
         self.link_free_s: dict[tuple[int, Op], float] = {}
-        self.waiting: dict[Action, _Rank] = {}  # by the action whose input is not under way
+        self.waiting: dict[Action, _Rank] = {}  # by the action whose input has not begun
         self.due = [(0.0, number) for number in range(plan.num_ranks)]
 
     def placed(self) -> Plan:
@@ -113,11 +113,11 @@ class _Play:
             )
         for rank in self.ranks:
             rank.placed += rank.fill
-            rank.placed += sorted(rank.last, key=lambda action: action.stage)  # by micro-batch, too
+            rank.placed += sorted(rank.last, key=lambda action: action.stage)  # stable
         return Plan(tuple(tuple(rank.placed) for rank in self.ranks))
 
     def _decide(self, rank: _Rank, now_s: float) -> None:
-        """Begin a rank's next computation, or note when it can begin."""
+        """Begin a rank's next computation, or schedule the time when it can begin."""
         if rank.position == len(rank.program):
             return
         action = rank.program[rank.position]
@@ -129,7 +129,7 @@ class _Play:
             self._compute(rank, now_s, action)
             return
         if rank.fill:
-            if arrives_s is None:  # its source has not begun, so this is the shortest gap
+            if arrives_s is None:  # the input's computation has not begun: the gap is at least it
                 stage, op, _ = action
                 source = stage - 1 if op is Op.FORWARD else stage + 1
                 gap_s = self.seconds[op][source] + self.times.transfer_s
@@ -145,10 +145,10 @@ class _Play:
             heapq.heappush(self.due, (arrives_s, rank.number))
 
     def _has_room(self, rank: _Rank, action: Action) -> bool:
-        """Whether a computation keeps a rank within its memory limit.
+        """Return True if a computation keeps a rank within its memory limit.
 
         Raises:
-            PlanError: it does not, and no weight gradients are left that would free memory.
+            PlanError: it does not, and no delayed weight gradients are left to free memory.
         """
         stage, op, _ = action
         adds = self.held.saved[stage]
@@ -197,11 +197,11 @@ class _Play:
         heapq.heappush(self.due, (now_s + self.times.weight_s[action.stage], rank.number))
 
 
-def place_as_if_equal(plan: Plan, most: int | None = None) -> Plan:
+def place_with_equal_times(plan: Plan, most: int | None = None) -> Plan:
     """Place weight gradients as if all computations took equally long, when no times are known.
 
     Args:
-        most: the micro-batches that a rank may hold, as in `HeldSizes.counted`.
+        most: the micro-batches that a rank may hold: see `HeldSizes.counted`.
 
     Raises:
         PlanError: a rank would exceed its limit.
@@ -212,10 +212,10 @@ def place_as_if_equal(plan: Plan, most: int | None = None) -> Plan:
 
 
 def placed_orders(plan: Plan, times: StageTimes, held: HeldSizes) -> Iterator[Plan]:
-    """Yield the plans worth trying, with weight gradients in different gaps, the simplest first.
+    """Yield the placements of weight gradients that are worth trying, the simplest first.
 
     Raises:
-        PlanError: no such plan fits into memory.
+        PlanError: no placement fits into memory.
     """
     for first in range(plan.num_segments, 0, -1):
         for overrun in (0.0, 0.5, 1.0):

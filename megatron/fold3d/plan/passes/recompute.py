@@ -21,10 +21,10 @@ def recompute_early(
     """Recompute each micro-batch of ``stages`` right before its backward, as a separate action.
 
     The rank holds the recomputed activations until the backward. Nothing else is computed in
-    between, so they belong to one micro-batch at a time, or to the two of a pair.
+    between, so these activations belong to one micro-batch at a time, or to one pair.
 
     Args:
-        program: with or without transfers; a receive between the two computations stays there.
+        program: a program with or without transfers; a receive stays between R and B.
         stages: the stages with full recomputation, whose forwards keep only the layers' inputs.
         in_pairs: whether both micro-batches of a pair are recomputed before both backwards:
             ``0R0 0R1 0B0 0B1``.

@@ -1,15 +1,15 @@
 """The pass that keeps a stage's gradients whole only while they are computed and reduced.
 
 With a distributed optimizer a replica steps with its shard of the reduced gradients. So when a
-stage's reduce-scatter has ended, the rest of its gradients can be freed. That comes one stage
-later, so that the reduce-scatter overlaps all backwards of that stage:
+stage's reduce-scatter has ended, all other gradients of the stage can be freed. FREE_GRAD stands
+one stage later, so that the reduce-scatter overlaps all backwards of the later stage:
 
     before  rank 0  0F0 2F0 4F0 4B0 4REDUCE_SCATTER 2B0 2REDUCE_SCATTER 0B0 0REDUCE_SCATTER ...
     after   rank 0  0F0 2F0 4F0 4B0 4REDUCE_SCATTER 2B0 2REDUCE_SCATTER
                     4FREE_GRAD 0B0 0REDUCE_SCATTER ...
 
-If DP.sync reaches into the next iteration, it needs whole gradients until it ends there. The step
-follows at once, so no shard has to be kept:
+Carried DP.sync needs whole gradients until it ends in the next iteration. The step follows at once,
+so no shard has to be kept:
 
     before  rank 0  0STEP 0F0 2STEP 2F0 ...
     after   rank 0  0STEP 0FREE_GRAD 0F0 2STEP 2FREE_GRAD 2F0 ...
@@ -22,15 +22,14 @@ from megatron.fold3d.plan.ir import Action, Op, Plan, Program, carried
 
 
 def shard_grads(plan: Plan) -> Plan:
-    """Free gradients that are reduced to shards, one stage behind the backwards of their own.
+    """Free gradients that are reduced to shards, one stage after the stage's own backwards.
 
-    A rank holds at most two stages' gradients whole in an order such as AIAO's, where a stage's
-    backwards follow one another: the one that computes, and the one that is reduced. The gradients
-    of the last two stages are not freed, because no other stage's backwards follow and the
-    iteration ends.
+    In an order such as AIAO's, where a stage's backwards follow one another, a rank holds the whole
+    gradients of at most two stages: one computes, and one is reduced. The gradients of the last two
+    stages are not freed, because no other stage's backwards follow and the iteration ends.
 
-    If a stage's DP.sync reaches into the next iteration, its gradients are freed after the step
-    there. The rank then holds no gradients when its forwards end, and all when its backwards end.
+    Gradients of a carried stage are freed after its step in the next iteration. The rank then holds
+    no gradients when its forwards end, and all gradients when its backwards end.
 
     A plan that already frees gradients is returned unchanged.
     """
@@ -48,7 +47,7 @@ def _sharded(program: Program) -> Iterator[Action]:
         elif op is Op.REDUCE_SCATTER:
             reduced[stage] = index
     late = carried(program)
-    freed: defaultdict[int, list[int]] = defaultdict(list)  # stages, by the index of what follows
+    freed: defaultdict[int, list[int]] = defaultdict(list)  # stages, by index of the next action
     for stage, start in reduced.items():
         later = sorted(index for index in first.values() if index > start)
         if len(later) > 1 and stage not in late:

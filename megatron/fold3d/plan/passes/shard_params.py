@@ -1,7 +1,7 @@
 """The pass that keeps a stage's parameters whole only while the stage computes.
 
-Each replica of a stage holds a shard of its parameters. All micro-batches pass a stage before the
-next one, so two all-gathers per iteration are enough: one for the forwards, one for the backwards
+Each replica of a stage holds a shard of the stage's parameters. All micro-batches pass a stage
+before the next stage, so two all-gathers per iteration are enough: for forwards and for backwards
 (AxoNN's depth dimension, gathered once per segment instead of once per micro-batch).
 
     before  rank 0  0F0 2F0 4F0 4B0 2B0 0B0
@@ -23,10 +23,10 @@ _READS_IN_BACKWARD = frozenset({Op.BACKWARD, Op.RECOMPUTE})
 def shard_params(plan: Plan) -> Plan:
     """Free each stage's parameters after their last use, and gather them one stage ahead.
 
-    A rank holds at most two stages whole in an order such as AIAO's, where a stage's forwards
-    follow one another: the one that computes, and the next one. If no other stage's parameters are
-    gathered between a stage's last forward and its first backward, its parameters stay whole, since
-    freeing them would not lower the peak. Weight gradients (`WEIGHT`) do not read parameters.
+    In an order such as AIAO's, where a stage's forwards follow one another, a rank holds the whole
+    parameters of at most two stages: one computes, and the next is gathered. If no other stage is
+    gathered between a stage's last forward and first backward, the stage's parameters stay whole,
+    since freeing them would not lower the peak. Weight gradients (`WEIGHT`) read no parameters.
 
     A plan that already frees parameters is returned unchanged.
     """
@@ -44,7 +44,7 @@ def _sharded(program: Program) -> Iterator[Action]:
     gathers = [i for i, a in enumerate(program) if a.op is Op.ALL_GATHER]
 
     in_order = sorted(first_use, key=first_use.__getitem__)
-    begins = {in_order[0]: first_use[in_order[0]]}  # where its second gather would start
+    begins = {in_order[0]: first_use[in_order[0]]}  # by stage, where ALL_GATHER_B would stand
     begins |= {stage: first_use[before] for before, stage in pairwise(in_order)}
     freed = {
         stage

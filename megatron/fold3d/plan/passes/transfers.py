@@ -1,20 +1,20 @@
 """The pass that adds the transfers between stages (PP.sync).
 
-A result is sent when its computation ends. Its receive is posted one computation ahead:
+A result is sent when its computation ends. The receive is posted one computation ahead:
 
     before  rank 0  0F0 0F1 0B0 0B1
             rank 1  1F0 1F1 1B0 1B1
     after   rank 0  0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1
             rank 1  1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
 
-A message does not leave before its receive is posted. Beside DP.sync a message may be under way for
-longer than a computation lasts, and each computation waits for the rest of that time. Receives that
-are posted further ahead, by ``receives_ahead`` computations, prevent this.
+A message does not leave before its receive is posted. Beside DP.sync a message may take longer than
+a computation, and each computation then waits for the rest. Receives that are posted
+``receives_ahead`` computations ahead prevent this wait.
 
 If all streams of a GPU share one hardware queue, a receive that waits for the previous receive
-blocks computation. With ``receives_late`` a transfer takes a round of its own. Its receive is
-posted after the computation of the round in which it is sent, unless the previous message has been
-read by then:
+blocks computation. With ``receives_late`` a transfer takes a separate round. The receive is posted
+after the computation of the round in which the message is sent, unless the previous message has
+been read by then:
 
     before  rank 0  0F0 0F1 0F2 2F0 2F1 2F2
             rank 1  1F0 1F1 1F2 3F0 3F1 3F2
@@ -30,7 +30,7 @@ from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
 from megatron.fold3d.plan.ops import COMPUTE_OPS, P2P_OPS, WAYS
 
 RECEIVES_AHEAD = 3
-"""The ``receives_ahead`` of runs whose receives occupy no GPU; five gained no more."""
+"""The ``receives_ahead`` of runs without a GPU; five gained no more than three."""
 _WAY_OF = {way.compute: way for way in WAYS}
 
 
@@ -46,15 +46,15 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
 
     Args:
         plan: the computations; transfers that the plan already has are replaced.
-        receives_late: whether a transfer takes a round of its own, and is read a round later. The
+        receives_late: whether a transfer takes a separate round, and is read a round later. The
             receive is posted after the computation that its rank started last, so that it does not
-            wait for the previous message. If that computation or an earlier one reads the previous
-            message, the receive need not wait, and is posted before that computation. In each round
-            a rank posts its receives before its sends.
-        receives_ahead: how many computations of its rank lie between a receive and the end of the
-            round in which the message is sent, if there are so many. On a GPU only 1 is safe: a
-            computation may wait for the allocator or the one hardware queue, which may wait for a
-            receive that depends on this computation. Late receives ignore this number.
+            wait for the previous message. If this computation or an earlier one reads the previous
+            message, the receive is posted before this computation instead. In each round a rank
+            posts its receives before its sends.
+        receives_ahead: the number of the rank's computations between a receive and the end of the
+            round in which the message is sent. On a GPU only 1 is safe: a computation may wait for
+            the allocator or the one hardware queue, which may wait for a receive that depends on
+            this computation. Late receives ignore this number.
 
     Raises:
         PlanError: the compute order itself cannot run.
@@ -62,7 +62,7 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
     num_ranks, num_stages = plan.num_ranks, plan.num_stages
     programs = [[a for a in program if a.op not in P2P_OPS] for program in plan.programs]
     arrived = _Arrived(plan)
-    reader: dict[tuple[int, Op], Action] = {}  # of a direction's last message
+    reader: dict[tuple[int, Op], Action] = {}  # the reader of a direction's last message
     lowered: list[list[Action]] = [[] for _ in programs]
     kept = 1 if receives_late else receives_ahead
     last = [deque([0] * kept, kept) for _ in programs]  # indices of computations in `lowered`
@@ -106,16 +106,16 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
                     del reader[way]
         sends: list[tuple[int, Action]] = []
         for rank, (stage, op, microbatch) in ready:
-            if (its := _WAY_OF.get(op)) is None:
+            if (direction := _WAY_OF.get(op)) is None:
                 continue
-            peer = stage + its.step
+            peer = stage + direction.step
             to = peer % num_ranks
-            if 0 <= peer < num_stages and to != rank:  # one rank alone hands tensors to itself
-                sends.append((rank, Action(stage, its.send, microbatch)))
+            if 0 <= peer < num_stages and to != rank:  # a single rank sends nothing to itself
+                sends.append((rank, Action(stage, direction.send, microbatch)))
                 is_unread = (to, op) in reader
                 if receives_late:
                     reader[to, op] = Action(peer, op, microbatch)
-                receive = Action(peer, its.receive, microbatch)
+                receive = Action(peer, direction.receive, microbatch)
                 if is_unread:
                     lowered[to].append(receive)
                     continue
@@ -130,20 +130,20 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
 
 
 class _Arrived:
-    """Which results their readers have, as one byte each: plans have a million of them."""
+    """The set of arrived results, with one byte for each, since plans have a million results."""
 
     def __init__(self, plan: Plan) -> None:
         self.num_stages, self.num_microbatches = plan.num_stages, plan.num_microbatches
         self.there = {op: bytearray(self.num_stages * self.num_microbatches) for op in _WAY_OF}
 
     def add(self, action: Action) -> None:
-        """Note that the result of a computation is there, if it has one."""
+        """Note that the result of a computation has arrived, if the computation sends one."""
         stage, op, microbatch = action
         if op in _WAY_OF:
             self.there[op][stage * self.num_microbatches + (microbatch or 0)] = True
 
     def allow(self, action: Action) -> bool:
-        """True if the input of a computation has arrived; other needs are the program's order."""
+        """Return True if the input of a computation has arrived; its program orders other needs."""
         stage, op, microbatch = action
         if (way := _WAY_OF.get(op)) is None:
             return True

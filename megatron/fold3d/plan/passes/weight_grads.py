@@ -1,4 +1,4 @@
-"""The pass that splits backwards in two and delays their weight gradients.
+"""The pass that splits backwards in two and delays the weight gradients.
 
 By default the weight gradients of segment 0 are computed after all backwards of the rank:
 
@@ -22,17 +22,17 @@ from megatron.fold3d.plan.ops import WEIGHT_OPS
 def delay_weight_grads(plan: Plan, segments: Sequence[int], behind_own: Iterable[int] = ()) -> Plan:
     """Compute the weight gradients of some segments after all backwards of a rank.
 
-    The first segment's backward ends last, although the next forward needs its gradients first.
-    Only delayed weight gradients, for which no computation waits, can overlap DP.sync of this
-    segment. Zero Bubble (Qi et al., 2023) splits backwards in the same way.
+    The first segment's backward ends last, although the next forward needs the segment first. Only
+    delayed weight gradients, for which no computation waits, can overlap DP.sync of this segment.
+    Zero Bubble (Qi et al., 2023) splits backwards in the same way.
 
     Args:
-        plan: without DP.sync; other actions after the last backward stay before the `WEIGHT`s.
+        plan: a plan without DP.sync; other actions after the last backward stay before `WEIGHT`.
         segments: segments whose `BACKWARD` computes the input gradient alone; a `WEIGHT` follows.
         behind_own: the subset whose weight gradients follow the segment's own backwards.
 
     Raises:
-        PlanError: a segment is not one of the plan's.
+        PlanError: the plan does not have one of the segments.
     """
     if unknown := [segment for segment in segments if not 0 <= segment < plan.num_segments]:
         raise PlanError(
@@ -58,15 +58,15 @@ def delay_weight_grads(plan: Plan, segments: Sequence[int], behind_own: Iterable
 
 
 def split_stages(program: Program) -> frozenset[int]:
-    """Return the stages whose weight gradients are computed apart from their backwards."""
+    """Return the stages whose weight gradients are separate actions."""
     return frozenset(stage for stage, op, _ in program if op in WEIGHT_OPS)
 
 
 @per_rank
 def split_in_place(program: Program) -> Iterator[Action]:
-    """Return the plan in which each backward is followed by its weight gradients.
+    """Split each backward of a program, with its weight gradients right after it.
 
-    This plan takes as long as the plan with whole backwards, and allows each half to be timed.
+    The program takes as long as with whole backwards, and each half can be timed.
     """
     for action in program:
         yield action

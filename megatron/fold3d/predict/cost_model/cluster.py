@@ -1,4 +1,4 @@
-"""Clusters as data: what a node has, and what links it to the others."""
+"""Clusters as data: a node's GPUs, memory and NICs, and the network between nodes."""
 
 import re
 from dataclasses import dataclass, fields, replace
@@ -11,14 +11,14 @@ from megatron.fold3d.policy.grad_sync_cuts import RING_BUFFER_BYTES
 
 GIGA = 1e9
 USABLE_MEMORY = 0.85
-"""Of a GPU's; the rest is CUDA's, NCCL's and what the allocator cannot use."""
+"""Share of a GPU's memory for a run; CUDA, NCCL and fragmentation take the rest."""
 _MOST_GPUS = 1_000_000
-_LEAST = 1e6  # of bytes and rates; what is less was written in giga or mega
+_LEAST = 1e6  # bytes, or bytes a second; a smaller number was written in giga or mega
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Identical nodes; rates are the hardware's nominal ones, efficiencies the part achieved."""
+    """Identical nodes; rates are nominal, and an efficiency is the part of a rate achieved."""
 
     name: str
     num_nodes: int
@@ -26,18 +26,18 @@ class Cluster:
     gpu_flops_per_s: float
     gpu_memory_bytes: float
     nic_bytes_per_s: float
-    """All NICs of a node together, in one direction."""
+    """Rate of all NICs of a node together, in one direction."""
     intra_bytes_per_s: float
-    """Between two GPUs of a node, in one direction."""
+    """Rate between two GPUs of a node, in one direction."""
     host_copy_bytes_per_s: float
-    """Between all GPUs of a node and its host memory, in one direction."""
+    """Rate between all GPUs of a node and the host's memory, in one direction."""
     host_memory_bytes: float
     nics: int = 1
-    """Of a node. Where GPUs share several, a ring that passes through more than one GPU of a node
-    enters and leaves it through one of them."""
+    """NICs of a node. If GPUs share several NICs, a ring over more than one GPU of a node enters
+    and leaves the node through one NIC."""
     nic_latency_s: float = 10e-6
     compute_efficiency: float = 0.45
-    """Of all computation; with `memory_bytes_per_s`, of large matrix products alone."""
+    """For all computation; with `memory_bytes_per_s`, for large matrix products alone."""
     nic_efficiency: float = 0.65
     task_overhead_s: float = 0.0
     """Overhead of starting one forward or backward of a model chunk, beside its computation."""
@@ -51,19 +51,19 @@ class Cluster:
     switch_nodes: tuple[int, ...] = ()
     """Nodes below a switch, for each level of switches from the lowest; neighbours share one."""
     oversubscription: tuple[float, ...] = ()
-    """Of each level: the bandwidth from below a switch, in multiples of that to the level above."""
+    """For each level: a switch's bandwidth to the nodes below, divided by the bandwidth upward."""
     straggler_sigma: float = 0.0
-    """Standard deviation of GPUs' times for the same computation, as a part of their mean."""
+    """Standard deviation of GPUs' times for the same computation, divided by the mean time."""
     memory_bytes_per_s: float = 0.0
-    """Between a GPU and its memory; zero is one efficiency for layers of all sizes."""
+    """Rate between a GPU and its memory; zero means one efficiency for layers of all sizes."""
     multiprocessors: int = 108
-    """Of a GPU."""
+    """Streaming multiprocessors of a GPU."""
     layer_efficiencies: tuple[tuple[float, ...], ...] = ()
     """Rows of measurements: micro-batch, sequence, hidden size, tp, and the part achieved."""
     has_bf16: bool = True
-    """Otherwise its GPUs train in fp16."""
+    """Whether GPUs train in bf16; otherwise in fp16."""
     is_blackwell: bool = False
-    """Otherwise Megatron demands one hardware queue for tensor parallelism."""
+    """Before Blackwell Megatron demands one hardware queue for tensor parallelism."""
 
     def __post_init__(self) -> None:
         check_fields(self, may_be_zero=("nic_latency_s", "ring_buffer_bytes"))
@@ -126,12 +126,12 @@ class Cluster:
 
     @property
     def usable_bytes(self) -> float:
-        """What a run may hold of a GPU's memory."""
+        """Bytes of a GPU's memory that a run may hold."""
         return self.gpu_memory_bytes * USABLE_MEMORY
 
     @property
     def usable_host_bytes(self) -> float:
-        """What one GPU's activations may take of the host's memory."""
+        """Bytes of the host's memory that one GPU's offloaded activations may take."""
         return self.host_memory_bytes * USABLE_MEMORY / self.gpus_per_node
 
     @property
@@ -161,8 +161,8 @@ b200          8    2250 180           900       3200       200        2000      
 rtx3090       4      71  24            12        100        24          96           936    82
 """
 # v100 and a100: FOLD3D Sec. VI, with its measured copy rates; a100-80g: Megatron Sec. 5;
-# perlmutter: AxoNN Sec. VI; rtx3090: Merak Sec. 6.1; the others: their vendors' data sheets. For
-# p3dn and p4d copy rates are those of v100 and a100; for b200 that of h100.
+# perlmutter: AxoNN Sec. VI; rtx3090: Merak Sec. 6.1; the others: their vendors' data sheets. The
+# copy rates of p3dn and p4d are assumed equal to v100 and a100, and of b200 equal to h100.
 
 
 def _node(row: str) -> Cluster:

@@ -1,26 +1,26 @@
-"""How much of a parameter ``--delta-param-gather`` sends, and how fast it is coded.
+"""The bits that ``--delta-param-gather`` sends of a parameter, and the rate of coding.
 
-A step of Adam moves a parameter by a share of the learning rate. In units of the last place that is
-more for small parameters than for large ones, so bits follow from the learning rate over the
-deviation of parameters. The curve is fitted to 11 trainings in bf16: 4 layers of hidden size 256,
-learning rates from 3e-5 to 6e-4, deviations of 0.006 and 0.02, behind 50 and more steps. It gives
-their bits within 0.2. First steps take 1 to 2.5 bits more. Parameters that have grown take fewer.
+A step of Adam moves a parameter by a share of the learning rate. Counted in units of the last
+place, small parameters move further than large ones. So the bits depend on the learning rate
+divided by the deviation of parameters. The curve is fitted to 11 trainings in bf16, after 50 and
+more steps: 4 layers of hidden size 256, learning rates from 3e-5 to 6e-4, deviations of 0.006 and
+0.02. Its error is at most 0.2 bits. First steps take 1 to 2.5 bits more, grown parameters fewer.
 """
 
 from math import log2
 
 _SCALE, _POWER = 116, 0.87
 _LONGEST = 0.4
-"""Bits by which a shard's message was longer than the mean, since all-gathers send equally many."""
+"""Bits by which the longest shard's message exceeds the mean; all-gathers pad to the longest."""
 CODED_BYTES_PER_S = 4e11
-"""Parameters that a GPU encodes or decodes: from their bytes and an A100's memory, not measured."""
+"""Bytes of parameters that a GPU codes a second: from an A100's memory rate, not measured."""
 
 
 def coded_bits(learning_rate: float, deviation: float) -> float:
-    """Return the bits that are gathered of a parameter, of 16.
+    """Return how many of a parameter's 16 bits are gathered.
 
     Args:
-        learning_rate: the highest of the training, which is met for longest.
-        deviation: the standard deviation with which parameters begin.
+        learning_rate: the training's highest rate, near which it stays longest.
+        deviation: the standard deviation of initial parameters.
     """
     return 1 + log2(1 + _SCALE * (learning_rate / deviation) ** _POWER) + _LONGEST

@@ -1,12 +1,12 @@
-"""Which part of its peak a GPU achieves on a layer: by micro-batch, sequence, hidden size and tp.
+"""The part of its peak that a GPU achieves on a layer: by micro-batch, sequence, hidden size, tp.
 
-Measured rows of a cluster's file come first. Without any, a roofline tells: each kernel of a layer
-takes the longest of its arithmetic, its way to the GPU's memory, and its launch.
+Measured rows of a cluster's file come first. Without any, a roofline model is used: each kernel of
+a layer takes the longest of its arithmetic, its memory traffic, and its launch.
 
 - A matrix product is cut into tiles, of which each multiprocessor computes one at a time. In the
-  last turn half of them idle, so small products are slower.
+  last turn half of the multiprocessors idle, so small products are slower.
 - Norms, residuals and activations move bytes and compute nearly nothing.
-- Every micro-batch adds its weight gradients to those before: bytes that a larger one saves.
+- Every micro-batch reads and writes all weight gradients, so larger micro-batches move fewer bytes.
 
 `Cluster.compute_efficiency` is what large products reach, 0.79 on A100 and 0.66 on V100. Only these
 two numbers are fitted; `python -m scripts.bench.efficiency` shows to which published points, and
@@ -23,7 +23,7 @@ from megatron.fold3d.predict.cost_model.sizes import Setup
 
 _TILE = 128 * 256
 _IDLE_TURNS = 0.5
-_MEMORY_SHARE = 0.8  # of its nominal rate, that copies of large tensors reach
+_MEMORY_SHARE = 0.8  # of the memory's nominal rate, as copies of large tensors reach
 _LAUNCH_S = 5e-6
 WORST_HELD_OUT = 0.05  # of the roofline, on published points that it was not fitted to
 
@@ -31,7 +31,7 @@ _MEASURE = "`fold3d doctor --write-cluster FILE` measures yours"
 
 
 def source_of(cluster: Cluster) -> str:
-    """Say where the efficiency comes from."""
+    """Return the source of a cluster's efficiency, as text for a report."""
     if rows := len(cluster.layer_efficiencies):
         return f"measured on {rows} sizes of a layer by fold3d doctor"
     if cluster.memory_bytes_per_s:
@@ -61,7 +61,7 @@ def efficiency(cluster: Cluster, shape: ModelShape, setup: Setup) -> float:
 
 
 def _roofline(cluster: Cluster, shape: ModelShape, setup: Setup, *sizes: float) -> float:
-    """Return the part of the GPUs' FLOP/s for other sizes: micro-batch, sequence, hidden, tp."""
+    """Return the part of the GPUs' FLOP/s for given sizes: micro-batch, sequence, hidden, tp."""
     flops = seconds = 0.0
     bytes_per_s = cluster.memory_bytes_per_s * _MEMORY_SHARE
     for kernel_flops, kernel_bytes, tiles in _kernels(shape, setup, *sizes):
@@ -76,9 +76,9 @@ def _roofline(cluster: Cluster, shape: ModelShape, setup: Setup, *sizes: float) 
 def _kernels(
     shape: ModelShape, setup: Setup, microbatch: float, sequence: float, hidden: float, t: float
 ) -> Iterator[tuple[float, float, float]]:
-    """Yield the FLOPs, the bytes, and the tiles of each kernel of a layer; no tiles of others.
+    """Yield (FLOPs, bytes, tiles) of each kernel of a layer's forward and backward.
 
-    The layer is the model's last, as wide as ``hidden`` asks for. Its forward and its backward.
+    The layer is the model's last, scaled to the width ``hidden``. Only matrix products have tiles.
     """
     wider, layer = hidden / shape.hidden_size, shape.num_layers - 1
     tokens = microbatch * sequence / setup.context_parallel
@@ -92,11 +92,11 @@ def _kernels(
     for inputs, outputs in linears:
         moved = 2 * (tokens * (inputs + outputs) + inputs * outputs)
         each = 2 * tokens * inputs * outputs, moved
-        yield *each, tokens * outputs / _TILE  # the outputs, and both gradients
+        yield *each, tokens * outputs / _TILE  # the forward; then input and weight gradients
         yield *each, tokens * inputs / _TILE
         yield *each, inputs * outputs / _TILE
     scores = tokens * sequence * shape.num_attention_heads / t
-    scores *= setup.local_layers  # those of Transformer Engine never reach the GPU's memory
+    scores *= setup.local_layers  # Transformer Engine's scores never reach the GPU's memory
     whole = t if setup.sequence_parallel else 1
     elementwise = [4 * tokens * hidden / whole] * 2 + [7 * tokens * hidden / whole] * 2
     elementwise += [2 * (gated + 1) * tokens * w for _, w in widths]

@@ -1,4 +1,4 @@
-"""Costs before anything has run: from a model's shape, a cluster and how the model is trained.
+"""Costs before anything has run, estimated from a model's shape, a cluster and a training setup.
 
 Placement is Megatron's: tensor-parallel ranks are neighbours, then data-parallel ones, then
 pipeline ranks. With ``--use-tp-pp-dp-mapping`` pipeline ranks come before data-parallel ones, so
@@ -6,7 +6,7 @@ that PP.sync stays inside nodes rather than DP.sync.
 
 All replicas of a pipeline do the same at the same time, so only one is simulated, and its messages
 and collectives carry the traffic of its whole node. `placement` adds the links between switches,
-and `stragglers` makes the simulated pipeline the one with the slowest GPU.
+and `stragglers` gives the simulated pipeline the slowest GPU.
 """
 
 from collections.abc import Collection, Container, Iterable, Sequence
@@ -56,18 +56,18 @@ class Estimate:
     footprint: Footprint
     nic_of_rank: tuple[int, ...]
     gradient_bytes: tuple[float, ...] = ()
-    """Of each stage, on one GPU."""
+    """Bytes of each stage's gradients on one GPU."""
     cuda_connections: int | None = None
-    """Hardware queues that the streams of a GPU share; None is one for each."""
+    """Hardware queues that the streams of a GPU share; None gives each stream its own."""
     routes: Routes = NO_SWITCHES
     """Links between switches that are scarcer than NICs."""
     shard_shares: tuple[tuple[float, float], ...] = ()
-    """As in `Link`, of reductions to shards between weight gradients."""
+    """Starts of reductions to shards between weight gradients: see `Link`."""
     launches: tuple[int, ...] = ()
-    """By stage, the collectives of its DP.sync where something else than `launches` says it."""
+    """By stage, the collectives of its DP.sync; if empty, `launches.launches` counts them."""
 
     def link(self, **rules: Any) -> Link:
-        """Return how a plan runs on these links, by some more rules."""
+        """Return the simulation's rules with these links, and with further fields of `Link`."""
         return Link(
             nic_of_rank=self.nic_of_rank,
             routes=self.routes,
@@ -87,16 +87,16 @@ def estimate(
     recompute_layers: Sequence[int] = (),
     replicated: Collection[int] = (),
 ) -> Estimate:
-    """Return the costs of a pipeline's actions and the bytes they hold.
+    """Return the costs of a pipeline's actions, and the bytes that they hold.
 
     Args:
         cluster: all of its GPUs are used.
-        layers: layers of each stage; if empty, all have equally many.
-        recompute_layers: how many of them each stage recomputes; if empty, what ``setup`` says.
+        layers: layers of each stage; if empty, all stages have equally many.
+        recompute_layers: how many layers each stage recomputes; if empty, ``setup`` decides.
         replicated: stages that every replica steps in full, although the optimizer is distributed.
 
     Raises:
-        ValueError: the model cannot be split like this, or the GPUs are not those of the cluster.
+        ValueError: the model cannot be split like this, or the sizes do not use all GPUs.
     """
     setup.check(shape)
     group = setup.tensor_parallel * setup.num_replicas  # GPUs of one pipeline rank
@@ -135,7 +135,7 @@ def footprint_of(
 
     Args:
         split: the layers of each stage, or the number of stages with equally many.
-        counts: as ``recompute_layers`` of `estimate`, and ``replicated``.
+        counts: ``recompute_layers`` of `estimate`.
     """
     full = setup.recompute == "full"
     shares = recomputed_shares(shape, split, counts)
@@ -158,9 +158,9 @@ def footprint_of(
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """The stages of a model on a cluster, and how long they compute and communicate.
+    """The stages of a model on a cluster, and the seconds of their actions.
 
-    Seconds by stage are those of one micro-batch's forward, unless they are of DP.sync.
+    Methods return seconds by stage: DP.sync's, or otherwise those of one micro-batch's forward.
     """
 
     shape: ModelShape
@@ -198,7 +198,7 @@ class _Pipeline:
                 2 * (s + keys_s + more_s) + sent_s + overhead_s + recomputed_s
                 for (s, keys_s, sent_s, more_s), recomputed_s in zip(parts_s, again_s, strict=True)
             ),
-            # Those of embedding and head are never delayed.
+            # Weight gradients of embedding and head are never delayed.
             weight_s=tuple(factor * s for factor, s in zip(slower, weight_s, strict=True)),
             recompute_s=again_s if setup.recompute == "full" else (),
             tp_sync_s=sync_s,
@@ -235,7 +235,7 @@ class _Pipeline:
 
     @cached_property
     def _gradient_bytes(self) -> tuple[tuple[float, float], ...]:
-        """The same, of experts apart from all others, since other GPUs have copies of them."""
+        """By stage, the bytes of dense gradients and of experts', which have other replicas."""
         each = self.setup.gradient_bytes
         held = held_parameters(self.shape, self.setup, self.split)
         return tuple((of_stage.dense * each, of_stage.experts * each) for of_stage in held)
@@ -252,14 +252,14 @@ class _Pipeline:
         return self.cluster.gpu_flops_per_s * achieved * self.setup.tensor_parallel
 
     def _computed_s(self, flops: Iterable[float]) -> list[float]:
-        """Return how long a micro-batch takes, from the FLOPs of a sequence."""
+        """Return the seconds of a micro-batch, from the FLOPs of a sequence."""
         rate, setup = self._flops_per_s, self.setup
         return [setup.microbatch_size * each / rate / setup.context_parallel for each in flops]
 
     def _recomputed_s(
         self, slower: Sequence[float], sent_s: Iterable[tuple[float, ...]]
     ) -> tuple[float, ...]:
-        """What a backward of each stage recomputes: layers with all they send, or scores alone."""
+        """Return the recomputation of a backward: layers with collectives, or scores alone."""
         setup = self.setup
         rate = self._flops_per_s * setup.context_parallel
         flops = recomputed_flops(self.shape, setup.recompute, self.split)
@@ -271,7 +271,7 @@ class _Pipeline:
         )
 
     def _tp_sync_s(self) -> tuple[float, ...]:
-        """TP.sync, which nothing hides.
+        """Return TP.sync, which nothing hides.
 
         Between two nodes NCCL's trees send an all-reduce's bytes once each way, a ring twice.
         """
@@ -283,7 +283,7 @@ class _Pipeline:
         return tuple(len(layers) * sync_s for layers in self.shape.stage_layers(self.split))
 
     def _context_s(self) -> tuple[float, ...]:
-        """Keys and values, passed around a ring; a backward passes them and their gradients."""
+        """Return the passes of keys and values around a ring; a backward also passes gradients."""
         setup, cluster = self.setup, self.cluster
         bytes_per_s = group_bandwidths(
             (setup.tensor_parallel, setup.context_parallel),
@@ -295,10 +295,10 @@ class _Pipeline:
         return tuple(b / bytes_per_s for b in self.shape.by_stage(lambda _: sent, self.split))
 
     def _tokens_s(self) -> tuple[float, ...]:
-        """The all-to-alls of experts; a backward has as many.
+        """Return the all-to-alls of experts; a backward has as many.
 
-        Every GPU of a node sends at once: to the experts of its node over the node's own links, and
-        to those of other nodes over the NICs that all of them share.
+        All GPUs of a node send at once: to experts in the node over the node's own links, and to
+        experts of other nodes over the NICs, which all of these GPUs share.
         """
         shared, ranks = self.setup.expert_ranks
         cluster, per_node = self.cluster, self.cluster.gpus_per_node
@@ -311,11 +311,11 @@ class _Pipeline:
         return tuple(num_bytes * byte_s for num_bytes in sent)
 
     def _grad_sync_s(self, num_bytes: float) -> float:
-        """DP.sync of gradients: an all-reduce, or with the distributed optimizer a reduce-scatter.
+        """Return DP.sync of gradients: an all-reduce or, with a distributed optimizer, to shards.
 
-        With several optimizer instances that is one of each instance, and shards are all-reduced.
-        That in 32 bits is an all-to-all: what replicas of one node send to the others all leaves
-        the node, where a ring adds it up on its way.
+        Each of several optimizer instances reduce-scatters, and then shards are all-reduced. The
+        reduction in 32 bits is an all-to-all: all bytes for other nodes leave a node, while a ring
+        would first add them up over the node's replicas.
         """
         setup, per_node = self.setup, self.cluster.gpus_per_node
         n, span = setup.num_replicas, self._replicas_span
@@ -334,15 +334,15 @@ class _Pipeline:
         return seconds * together * (n - together) / (n - 1)
 
     def _expert_sync_s(self, num_bytes: float) -> float:
-        """DP.sync of the gradients of experts, which have fewer replicas; always as a ring."""
+        """Return DP.sync of experts' gradients, which have fewer replicas, as a ring."""
         setup = self.setup
         collective = reduce_scatter_s if setup.distributed_optimizer else all_reduce_s
         return collective(setup.num_expert_replicas, num_bytes, self._expert_bandwidth)
 
     def _param_gather_s(self, gradient_bytes: float, of_experts: float) -> float:
-        """DP.sync of updated parameters, which only the distributed optimizer has.
+        """Return the all-gathers of updated parameters, which only the distributed optimizer has.
 
-        With coded all-gathers it is what they take with coding, if that is less.
+        Coded all-gathers include the time of coding, and are used only if they are faster.
         """
         setup = self.setup
         if not setup.distributed_optimizer:
@@ -357,7 +357,7 @@ class _Pipeline:
         return min(whole_s, coding_s + self._gather_s(share * dense, share * experts))
 
     def _gather_s(self, dense: float, experts: float) -> float:
-        """All-gathers of so many bytes, those of experts among the GPUs that share them."""
+        """Return the all-gathers of dense parameters and of experts, from their bytes."""
         setup = self.setup
         d, e = setup.num_replicas, setup.num_expert_replicas
         _, bytes_per_s = self._bandwidths(setup.tensor_parallel, d)
@@ -367,7 +367,7 @@ class _Pipeline:
         return dense_s + all_gather_s(e, experts / e, self._expert_bandwidth)
 
     def _reduced_in_iteration_s(self, num_stages: int) -> tuple[float, ...]:
-        """DP.sync that is never deferred: that of word embeddings which two stages share."""
+        """Return DP.sync of tied word embeddings, which is never deferred."""
         seconds = [0.0] * num_stages
         if self.num_ranks > 1 and not self.shape.untied:
             t = self.setup.tensor_parallel
@@ -383,12 +383,12 @@ class _Pipeline:
 
     @property
     def _expert_bandwidth(self) -> float:
-        """The bandwidth that a group of GPUs with the same experts sees."""
+        """The bandwidth of a ring over the GPUs with the same experts."""
         return self._bandwidths(*self.setup.expert_ranks, self.setup.num_expert_replicas)[-1]
 
     @property
     def _instance_bandwidths(self) -> tuple[float, float]:
-        """The bandwidths of replicas of one optimizer instance, and of those across instances."""
+        """The bandwidths of rings inside an optimizer instance, and across instances."""
         setup, instances = self.setup, self.setup.optimizer_instances
         inside = 1 if setup.order == "tp-dp-pp" else self.num_ranks
         near = inside * setup.num_replicas // instances
@@ -396,10 +396,10 @@ class _Pipeline:
         return here, far
 
     def _bandwidths(self, *sizes: int) -> tuple[float, ...]:
-        """Return what groups inside each other see (AxoNN eq. 10), of which the last are replicas.
+        """Return the bandwidths of nested groups, the last of which are replicas (AxoNN eq. 10).
 
-        Pipeline ranks of one node share its NIC when they use it at the same time, which the
-        simulator sees. So they do not count as rings that always do.
+        Pipeline ranks of one node share its NIC only when they use it at the same time, which the
+        simulator computes. So they do not count as rings here.
         """
         cluster = self.cluster
         per_node, goodput = cluster.gpus_per_node, cluster.goodput_bytes_per_s
@@ -410,5 +410,5 @@ class _Pipeline:
                 replicas = goodput / min(per_node, rings)
             rings *= self.num_ranks
         if rings < per_node < rings * sizes[-1] and cluster.nics < per_node:
-            replicas /= cluster.nics  # each ring has several GPUs of a node
+            replicas /= cluster.nics  # a ring over several GPUs of a node uses one NIC
         return (*inner, replicas)

@@ -1,7 +1,7 @@
-"""Measurements of a run's own hardware, and the costs of any split of the model on it.
+"""Measurements of a run's own hardware, from which the costs of any split of the model follow.
 
-One layer, the embedding, the head and one transfer of each kind are measured once. Stages are made
-of layers, so the costs for every number of segments and every split of the layers follow.
+One layer, the embedding, the head and one transfer of each kind are measured once. A stage's costs
+are the sum over its layers, for any number of segments.
 """
 
 import json
@@ -14,29 +14,29 @@ from megatron.fold3d.predict.simulator.costs import Costs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """Seconds and bytes of a run's parts, the slowest of all ranks; all numbers are per GPU."""
+    """Seconds and bytes of a model's parts on the slowest rank; all numbers are per GPU."""
 
     layer_forward_s: float
     """One micro-batch through one layer."""
     layer_backward_s: float
-    """Including recomputation."""
+    """One micro-batch through one layer, including recomputation."""
     head_forward_s: float
-    """What the last stage computes beside its layers, up to the loss."""
+    """The last stage's computation beside its layers, up to the loss."""
     head_backward_s: float
     embedding_forward_s: float
-    """What the first stage computes beside its layers."""
+    """The first stage's computation beside its layers."""
     embedding_backward_s: float
     message_s: float
-    """One micro-batch from a rank to the next, beside its latency, all ranks sending at once."""
+    """One micro-batch from a rank to the next without latency, while all ranks send."""
     message_latency_s: float
     grad_sync_s_per_byte: float
-    """DP.sync of gradients, all groups at once."""
+    """DP.sync of gradients, while all data-parallel groups reduce."""
     grad_sync_latency_s: float
     layer_gradient_bytes: float
     head_gradient_bytes: float
-    """Of the last stage, and of the first, whose word embeddings are as large."""
+    """Gradients of the head, and of the first stage's word embeddings, which are as large."""
     rings_are_buffered: bool = False
-    """Whether a message slows DP.sync down in its own direction alone."""
+    """Whether a message slows DP.sync down only in the message's direction."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -45,7 +45,7 @@ class HardwareProfile:
                 raise ValueError(f"found {field.name}={value!r}; it is a number from 0 on")
 
     def costs(self, layers: Sequence[float]) -> Costs:
-        """Return the costs of the stages of a model."""
+        """Return the costs of a model whose stages have these numbers of layers."""
         ends = [0.0] * len(layers)
         forward_s, backward_s, gradient_bytes = [*ends], [*ends], [*ends]
         forward_s[0] += self.embedding_forward_s
@@ -69,19 +69,19 @@ class HardwareProfile:
         )
 
     def grad_sync_s(self, num_bytes: float) -> float:
-        """Return how long DP.sync of so many bytes takes."""
+        """Return the seconds that DP.sync of this many bytes takes."""
         return self.grad_sync_latency_s + num_bytes * self.grad_sync_s_per_byte
 
     def to_json(self) -> str:
-        """One key per field; the inverse is `from_json`."""
+        """Return a JSON object with one key per field; the inverse is `from_json`."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read `to_json`.
+        """Read text that `to_json` has written.
 
         Raises:
-            ValueError: the text is something else.
+            ValueError: the text is not JSON, or its keys or numbers are wrong.
         """
         try:
             return cls(**json.loads(text))

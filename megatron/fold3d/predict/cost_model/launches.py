@@ -1,7 +1,8 @@
-"""The number of collectives as which our runtime launches a stage's DP.sync.
+"""The number of collectives that our runtime launches for a stage's DP.sync.
 
-Stock launches one per model chunk. So does our runtime where it cuts no buckets: with the
-distributed optimizer, and where all streams of a GPU share one hardware queue.
+Stock launches one per model chunk. Our runtime launches one per bucket, or per slice of deferred
+DP.sync. It cuts no more buckets than stock with the distributed optimizer, or with one hardware
+queue for all streams of a GPU.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from megatron.fold3d.predict.cost_model.sizes import Setup
 SLICE_BYTES = 8 << 20
 """Training's default for GPUs (``slice-bytes=``)."""
 _BUCKET = 40_000_000  # Megatron's default for --ddp-bucket-size, parameters
-_BUCKET_PER_REPLICA = 1_000_000  # but at least
+_BUCKET_PER_REPLICA = 1_000_000  # parameters; a bucket has at least this many for each replica
 
 
 def launches(
@@ -22,7 +23,7 @@ def launches(
     """Return the number of launches of each stage.
 
     Args:
-        deferred: whether DP.sync reaches into the next iteration, which cuts each bucket in slices.
+        deferred: whether DP.sync reaches into the next iteration, so that it is cut into slices.
     """
     cuts = cuts_every_segment(
         one_queue=connections == 1, distributed_optimizer=setup.distributed_optimizer

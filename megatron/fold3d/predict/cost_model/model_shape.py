@@ -1,8 +1,8 @@
 """Model shapes: parameters and FLOPs of every stage of a Megatron transformer.
 
-Layers are counted from the first stage to the last; an encoder-decoder's decoder layers, which
-have cross-attention, are the last ones. Beside its layers the first stage holds the embedding, and
-the last one the final norm and the head, whether or not a layout writes its L there.
+Layers are counted from the first stage to the last. In an encoder-decoder the last layers are the
+decoder's, which have cross-attention. Beside its layers the first stage holds the embedding, and
+the last stage holds the final norm and the head, whether or not a layout writes its L there.
 """
 
 import re
@@ -20,24 +20,24 @@ Family = Literal["gpt", "bert", "encoder-decoder"]
 Split = int | Sequence[int]
 """The number of equal stages that a model is cut into, or the number of layers of each stage."""
 MOST_LAYERS = 10_000
-# A search asks for few splits of one model, and for each of them again and again.
+# A search asks for few splits of one model, and asks for each split many times.
 _per_shape = lru_cache(maxsize=1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Numbers of parameters, by the parallel sizes that divide them."""
+    """Numbers of parameters, by the kinds of parallelism that divide them."""
 
     divided: int = 0
-    """By tensor parallelism."""
+    """Divided by tensor parallelism."""
     whole: int = 0
-    """By none: norms, the router, biases behind a sum over tensor-parallel ranks."""
+    """Not divided: norms, the router, biases that follow a sum over tensor-parallel ranks."""
     latent: int = 0
-    """By tensor parallelism in Megatron's own layers, by none in Transformer Engine's."""
+    """Divided by tensor parallelism in Megatron's own layers, whole in Transformer Engine's."""
     experts: int = 0
-    """By expert and by expert tensor parallelism."""
+    """Divided by expert parallelism and by expert tensor parallelism."""
     whole_experts: int = 0
-    """By expert parallelism alone: biases of experts, as those in `whole`."""
+    """Divided by expert parallelism alone: experts' biases that follow a sum over ranks."""
 
     def __add__(self, other: "Parameters") -> "Parameters":
         return Parameters(
@@ -49,13 +49,13 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Parameters of all kinds."""
         return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A transformer; the defaults are those of the GPT models in Megatron's papers."""
+    """A transformer; the defaults describe the GPT models in Megatron's papers."""
 
     name: str
     num_layers: int
@@ -67,20 +67,20 @@ class ModelShape:
     ffn_hidden_size: int | None = None
     """4 times the hidden size if None."""
     kv_channels: int = 0
-    """Hidden size over heads if zero."""
+    """Width of a head; zero stands for the hidden size divided by the number of heads."""
     num_decoder_layers: int = 0
-    """Of ``num_layers``, those with cross-attention: T5 and its relatives."""
+    """How many of ``num_layers`` have cross-attention, as in T5."""
     family: Family = "gpt"
     untied: bool = False
     """True if the head has weights of its own instead of the embedding's."""
     num_query_groups: int = 0
-    """Heads of keys and values; as many as of queries if zero."""
+    """Heads of keys and values; zero stands for the number of query heads."""
     swiglu: bool = False
     """True if the feed-forward layer is gated: three matrices instead of two."""
     rotary_base: int = 0
-    """Of rotary position embeddings; positions are learned if zero."""
+    """Base of rotary position embeddings; positions are learned if zero."""
     max_positions: int = 0
-    """Of learned positions; as many as a sequence has if zero."""
+    """Number of learned positions; zero stands for the sequence length."""
     rms_norm: bool = False
     """True if norms are RMSNorm, without biases."""
     biases: bool = True
@@ -88,37 +88,36 @@ class ModelShape:
     qkv_bias: bool = False
     """True if queries, keys and values have biases where other linear layers have none."""
     qk_norm: bool = False
-    """True if queries and keys have norms: each head's or, of multi-latent attention, the latent
-    vectors'."""
+    """True if queries and keys are normalized: per head or, in multi-latent attention, as latent
+    vectors."""
     output_gate: bool = False
-    """True if a projection of its own, as wide as the queries, gates the output of attention."""
+    """True if another projection, as wide as the queries, gates the output of attention."""
     learned_sinks: bool = False
     """True if each head of attention has a learned term in the sum of its softmax."""
     vocab_unit: int = 128
-    """Each tensor-parallel rank holds a multiple of it of the vocabulary's rows."""
+    """Each tensor-parallel rank holds a multiple of this many rows of the vocabulary."""
     num_experts: int = 0
     experts_per_token: int = 0
     expert_ffn_hidden_size: int | None = None
-    """That of other feed-forward layers if None."""
+    """Inner width of an expert; None stands for the width of other feed-forward layers."""
     shared_expert_ffn_hidden_size: int = 0
-    """Of all shared experts together, which every token passes; none if zero."""
+    """Inner width of all shared experts together, which every token passes; zero means none."""
     shared_expert_gate: bool = False
-    """True if a learned vector gates what shared experts add."""
+    """True if a learned vector gates the output of shared experts."""
     moe_latent_size: int = 0
-    """Width of the inputs and outputs of experts, projected to and from; the hidden size if zero.
-    """
+    """Width to which the inputs of experts are projected; zero means no projection."""
     num_dense_layers: int = 0
-    """The first layers of a model with experts that have a feed-forward layer instead."""
+    """How many first layers of a model with experts have a plain feed-forward layer."""
     kv_lora_rank: int = 0
-    """Width that keys and values of multi-latent attention have in common; plain if zero."""
+    """Width of the latent vector of keys and values; zero means no multi-latent attention."""
     q_lora_rank: int = 0
-    """Likewise of queries; they are projected at once if zero."""
+    """Width of the latent vector of queries; zero means one projection without a latent vector."""
     qk_head_dim: int = 0
-    """Of a head of multi-latent attention, without its position."""
+    """Width of a query or key head in multi-latent attention, without its rotary part."""
     qk_pos_emb_head_dim: int = 0
-    """Of its position, which all keys of a token share."""
+    """Width of the rotary part, which all key heads of a token share."""
     v_head_dim: int = 0
-    """Of its values."""
+    """Width of a value head in multi-latent attention."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -176,19 +175,19 @@ class ModelShape:
 
     @property
     def expert_hidden_size(self) -> int:
-        """Width of what goes into an expert, and comes back."""
+        """Width of an expert's input and output."""
         return self.moe_latent_size or self.hidden_size
 
     @property
     def is_latent(self) -> bool:
-        """True if attention is multi-latent, as DeepSeek's."""
+        """True if attention is multi-latent, as in DeepSeek's models."""
         return self.kv_lora_rank > 0
 
     @property
     def latent_sizes(self) -> tuple[int, int]:
-        """Widths between the two projections of multi-latent attention: queries, keys and values.
+        """Widths of the latent vectors of queries, and of keys and values with their rotary part.
 
-        The position of a token's keys is among the latter. Both are zero for other attention.
+        Both are zero without multi-latent attention.
         """
         return self.q_lora_rank, self.is_latent * (self.kv_lora_rank + self.qk_pos_emb_head_dim)
 
@@ -208,7 +207,7 @@ class ModelShape:
 
     @property
     def qkv_size(self) -> int:
-        """Width of queries, keys and values together, and of the gate of attention's output."""
+        """Width of queries, keys, values and the output gate together."""
         if self.is_latent:
             return 2 * self._query_size + self.attention_size
         heads = self.num_attention_heads * (1 + self.output_gate) + 2 * self.num_groups
@@ -245,23 +244,23 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, a shared embedding once: Megatron's eq. 2, and the final norm."""
+        """All parameters; a tied embedding counts once. Megatron's eq. 2, plus the final norm."""
         return sum(stage.total for stage in self.stage_parameters(1))
 
     @property
     def embedding_parameters(self) -> int:
-        """The parameters of the vocabulary, at one end of the model."""
+        """The parameters of the word embedding, or of the head."""
         return self.vocab_size * self.hidden_size
 
     @_per_shape
     def padded(self, tensor_parallel: int) -> "ModelShape":
-        """Return the model with the rows of vocabulary that Megatron builds."""
+        """Return the model with the vocabulary padded as Megatron pads it."""
         unit = self.vocab_unit * tensor_parallel
         return replace(self, vocab_size=-(-self.vocab_size // unit) * unit)
 
     @property
     def norm_size(self) -> int:
-        """The parameters of a norm, per element."""
+        """The parameters of a norm per element: 1 for RMSNorm, 2 for LayerNorm."""
         return 1 if self.rms_norm else 2
 
     def layer_parameters(self, layer: int) -> Parameters:
@@ -277,7 +276,7 @@ class ModelShape:
         sinks = self.num_attention_heads * self.learned_sinks
         weights = Parameters(divided=self._projections - down + sinks, latent=down)
         last_bias = Parameters(whole=h if self.biases else 0)
-        if self.is_latent:  # without biases but the last
+        if self.is_latent:  # only the last projection has a bias
             norms = self.norm_size * (self.q_lora_rank + self.kv_lora_rank) * self.qk_norm
             return weights + last_bias + Parameters(whole=norms)
         norms = 2 * self.norm_size * (attended // self.num_attention_heads) * self.qk_norm
@@ -288,7 +287,7 @@ class ModelShape:
         h, experts = self.hidden_size, self.num_experts_in(layer)
 
         def split_and_whole(width: int, outer: int = h) -> tuple[int, int]:
-            """Return those of a feed-forward layer that a size divides, and the rest."""
+            """Return a feed-forward layer's parameters: divided by a parallel size, and whole."""
             gated = 1 + self.swiglu
             divided = (1 + gated) * outer * width + gated * width * self.biases
             return divided, outer * self.biases
@@ -315,9 +314,9 @@ class ModelShape:
         return self.linear_flops(layer) + self.score_flops * self.num_attentions_in(layer)
 
     def linear_flops(self, layer: int) -> int:
-        """Return the FLOPs of the linear layers: all but attention's scores and weighted sums.
+        """Return the FLOPs of a layer's matrix products with weights, for one sequence's forward.
 
-        The gradients of these weights take as many.
+        Attention's scores and weighted sums are left out. Weight gradients take as many FLOPs.
         """
         h, s = self.hidden_size, self.seq_length
         attention = self._projections * self.num_attentions_in(layer)
@@ -327,7 +326,7 @@ class ModelShape:
         return 2 * s * (attention + feed_forward)
 
     def ffn_sizes(self, layer: int) -> tuple[tuple[int, int], ...]:
-        """Return the widths, around and inside, of the feed-forward layers that a token passes."""
+        """Return the outer and inner widths of the feed-forward layers that a token passes."""
         if not self.num_experts_in(layer):
             return ((self.hidden_size, self.ffn_size),)
         sizes = ((self.expert_hidden_size, self.expert_ffn_size),) * self.experts_per_token
@@ -352,7 +351,7 @@ class ModelShape:
 
     @_per_shape
     def stage_parameters(self, split: Split) -> tuple[Parameters, ...]:
-        """Return, per stage, the parameters whose gradients it syncs."""
+        """Return, per stage, the parameters whose gradients are reduced over replicas."""
         stages = [
             sum(map(self.layer_parameters, layers), Parameters())
             for layers in self.stage_layers(split)
@@ -361,7 +360,7 @@ class ModelShape:
         positions = 0 if self.rotary_base else self.max_positions or self.seq_length  # learned
         stages[0] += vocabulary + Parameters(whole=positions * self.hidden_size)
         stages[-1] += Parameters(whole=self.norm_size * self.hidden_size)
-        if len(stages) > 1 or self.untied:  # if tied to the first stage's, a copy of its own
+        if len(stages) > 1 or self.untied:  # tied weights are a copy of the first stage's
             stages[-1] += vocabulary
         return tuple(stages)
 
@@ -369,7 +368,7 @@ class ModelShape:
         """Return the layers of each stage.
 
         Raises:
-            ValueError: they cannot be divided evenly, or there are not as many.
+            ValueError: the layers cannot be divided evenly, or ``split`` has another sum.
         """
         counts = self._evenly(split) if isinstance(split, int) else split
         if sum(counts) != self.num_layers:
@@ -380,7 +379,7 @@ class ModelShape:
         return tuple(range(*ends) for ends in pairwise(accumulate(counts, initial=0)))
 
     def by_stage[N: (int, float)](self, of_layer: Callable[[int], N], split: Split) -> list[N]:
-        """Return, per stage, the sum of what its layers have; layers of a kind are asked once."""
+        """Return, per stage, the sum of ``of_layer``, which is called once for equal layers."""
         count = self.num_layers
         kinds = {0, min(self.num_dense_layers, count), count - self.num_decoder_layers, count}
         each: list[N] = []
@@ -404,7 +403,7 @@ class ModelShape:
 
 
 def _llama(name: str, layers: int, hidden: int, heads: int, ffn: int, **rest: Any) -> ModelShape:
-    """Return a shape with what Llama and its relatives have in common."""
+    """Return a shape with Llama's grouped queries, rotary positions, RMSNorm and SwiGLU."""
     alike = {"num_query_groups": 8, "rotary_base": 500_000, "swiglu": True, "rms_norm": True}
     alike |= {"biases": False, "untied": True, "ffn_hidden_size": ffn}
     return ModelShape(name, layers, hidden, heads, **(alike | rest))
@@ -450,7 +449,7 @@ SHAPES = {
                qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, num_experts=256,
                experts_per_token=8, expert_ffn_hidden_size=2048,
                shared_expert_ffn_hidden_size=2048, num_dense_layers=3),
-        # what scripts/bench/compare.py trains by default
+        # the default model of scripts/bench/compare.py
         ModelShape("testbed", 16, 256, 4, seq_length=32, vocab_size=128),
     )
 }  # fmt: skip

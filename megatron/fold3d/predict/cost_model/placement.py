@@ -1,10 +1,10 @@
-"""Which node holds which part of a model, and which links between switches its traffic takes.
+"""The placement of a model's parts on nodes, and the links between switches that traffic takes.
 
-Placement is Megatron's, see `estimate`. Nodes are numbered as the ranks are, and a switch has
-neighbours below it. DP.sync is a ring over a rank's replicas in the order of their numbers.
+Placement is Megatron's, see `estimate`. Nodes are numbered in the order of ranks, and a switch
+connects neighbouring nodes. DP.sync is a ring over a rank's replicas in the order of their numbers.
 
-The nodes of a pipeline rank are simulated as one. That is exact where they are alike: the message
-of each goes through the same number of switches, each with the same load.
+The nodes of a pipeline rank are simulated as one node. This is exact if their messages take paths
+with equal loads; otherwise `routes` raises.
 """
 
 from collections import Counter, defaultdict
@@ -17,7 +17,7 @@ from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.simulator.link import NO_SWITCHES, Routes, Use
 
-_Flow = tuple[int, int]  # sending and receiving rank; the same one twice is the rank's DP.sync
+_Flow = tuple[int, int]  # sending and receiving rank; a rank with itself is its DP.sync
 
 
 class _Link(NamedTuple):
@@ -29,7 +29,7 @@ class _Link(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """All links of a level and a direction that carry the same."""
+    """All links of a level and a direction that carry the same load."""
 
     level: int
     direction: Literal["up", "down"]
@@ -42,7 +42,7 @@ def routes(cluster: Cluster, setup: Setup, num_ranks: int) -> Routes:
     Links that are never scarcer than NICs are left out.
 
     Raises:
-        ValueError: nodes of one pipeline rank are not alike.
+        ValueError: nodes of one pipeline rank have paths with different loads.
     """
     if not any(capacity < nodes for capacity, nodes in _levels(cluster)):
         return NO_SWITCHES
@@ -60,7 +60,7 @@ def routes(cluster: Cluster, setup: Setup, num_ranks: int) -> Routes:
 
 
 def _levels(cluster: Cluster) -> Iterator[tuple[float, int]]:
-    """Yield, for each level, what a switch's links upward carry in NICs, and the nodes below."""
+    """Yield, per level, the capacity of a switch's links upward in NICs, and its nodes below."""
     scarcer = 1.0
     for nodes, ratio in zip(cluster.switch_nodes, cluster.oversubscription, strict=True):
         scarcer *= ratio
@@ -74,7 +74,7 @@ def nic_of_rank(cluster: Cluster, setup: Setup, num_ranks: int) -> tuple[int, ..
 
 
 def gpus_together(setup: Setup) -> int:
-    """Return the GPUs of one pipeline rank that are neighbours, before those of the next rank."""
+    """Return how many neighbouring GPUs belong to one pipeline rank, before the next rank's."""
     together = setup.num_replicas if setup.order == "tp-dp-pp" else setup.context_parallel
     return setup.tensor_parallel * together
 
@@ -103,7 +103,7 @@ def _routes(
     after = [*range(1, num_ranks), 0]  # the next rank
 
     def ways_of(sender: int, receiver: int) -> list[list[_Link]]:
-        """Return the links from each node of a rank to the one that it sends to."""
+        """Return, for each sending node of a rank, the links to its receiving node."""
         if sender == receiver:
             return [_ring(nodes[sender], levels)]
         pairs = dict.fromkeys(zip(nodes[sender], nodes[receiver], strict=True))
@@ -113,8 +113,8 @@ def _routes(
     syncs = [(rank, rank) for rank in range(num_ranks)]
     ways = {flow: ways_of(*flow) for flow in (*messages, *syncs)}
     loads: defaultdict[_Link, Counter[_Flow]] = defaultdict(Counter)
-    for flow, its in ways.items():
-        for way in its:
+    for flow, flow_ways in ways.items():
+        for way in flow_ways:
             for link in way:
                 loads[link][flow] += 1
     kinds = {
@@ -126,8 +126,8 @@ def _routes(
         if kind not in scarce and _is_scarce(kind, levels, nic_of_rank):
             scarce[kind] = len(scarce)
     of_flow = {}
-    for flow, its in ways.items():
-        found = {tuple(k for link in way if (k := kinds[link]) in scarce) for way in its}
+    for flow, flow_ways in ways.items():
+        found = {tuple(k for link in way if (k := kinds[link]) in scarce) for way in flow_ways}
         if len(found) > 1:
             raise ValueError(
                 f"nodes of pipeline rank {flow[0]} reach rank {flow[1]} through different switches"

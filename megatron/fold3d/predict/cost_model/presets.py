@@ -1,4 +1,4 @@
-"""Models by name, as Megatron's flags: what ``--model-preset`` stands for.
+"""Models by name, as Megatron's flags, for ``--model-preset``.
 
 `SHAPES` is the only table of models, so training builds what the planner predicts.
 """
@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, Family, ModelShape, model_shape
 
 SCRIPTS: dict[Family, str] = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
-"""Which script trains which models; Megatron-core runs no encoder-decoder in a pipeline."""
+"""The script that trains each family; Megatron-core runs no encoder-decoder in a pipeline."""
 
 _NAMES = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"),
@@ -23,7 +23,7 @@ FIELDS = {name: name for name in _NAMES} | {
     "moe_ffn_hidden_size": "expert_ffn_hidden_size",
     "moe_shared_expert_intermediate_size": "shared_expert_ffn_hidden_size",
 }
-"""Fields of a shape that are sizes, by Megatron's attribute."""
+"""The sizes of a `ModelShape`, by the name of Megatron's argument."""
 
 AS_GPT = ("cpm",)
 """Encoder-decoders whose preset is a GPT of the same depth, width and vocabulary."""
@@ -56,7 +56,7 @@ def _presets(family: Family) -> tuple[ModelShape, ...]:
 def shape_flags(shape: ModelShape) -> tuple[str, ...]:
     """Return the flags that make Megatron build a model of this shape.
 
-    Its vocabulary is not among them: that comes with the tokenizer.
+    The vocabulary's size is not among the flags, since the tokenizer decides it.
     """
     shape = replace(shape, max_positions=shape.max_positions or shape.seq_length)
     sizes = {f"--{name.replace('_', '-')}": getattr(shape, field) for name, field in FIELDS.items()}
@@ -77,7 +77,7 @@ def shape_flags(shape: ModelShape) -> tuple[str, ...]:
         f"--moe-layer-freq [0]*{dense}+[1]*{sparse}": dense,
     }
     given = {
-        flag: size  # zero is a width; of other sizes it stands for Megatron's default
+        flag: size  # a zero width is passed on; other zeros stand for Megatron's default
         for flag, size in sizes.items()
         if size or (size is not None and flag.endswith("-ffn-hidden-size"))
     }

@@ -1,4 +1,4 @@
-"""How many layers each stage of a model recomputes, so that it fits."""
+"""The number of layers that each stage has to recompute to fit into memory."""
 
 from collections.abc import Sequence
 
@@ -19,10 +19,10 @@ def fewest_recomputed(
     usable_bytes: float,
     split: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """Return how many layers of each stage are recomputed at least, so that every rank fits.
+    """Return the fewest layers of each stage to recompute so that every rank fits into memory.
 
     Args:
-        setup: how it is trained, with full recomputation.
+        setup: the training setup, with full recomputation.
         split: layers of each stage; if empty, all have equally many.
 
     Raises:
@@ -39,7 +39,7 @@ def fewest_recomputed(
             for s in range(rank, plan.num_stages, plan.num_ranks)
         }
         beside = footprint.static_bytes[rank] + max(footprint.working_bytes[s] for s in stages)
-        if is_split:  # what is recomputed early counts as if no layer was kept
+        if is_split:  # a separate recomputation holds memory as if no layer was kept
             program = tuple(action for action in program if action.op is not Op.RECOMPUTE)
             if footprint.recomputed_bytes:
                 beside += early[rank] * max(footprint.recomputed_bytes[s] for s in stages)

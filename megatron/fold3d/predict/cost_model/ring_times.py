@@ -1,7 +1,7 @@
 """Times of ring collectives, and the bandwidth that a process group sees.
 
 Equations 1 to 3 and 10 of Singh et al., "A 4D Hybrid Algorithm to Scale Parallel Training to
-Thousands of GPUs" (AxoNN). ``n`` GPUs form a ring, latencies are not counted.
+Thousands of GPUs" (AxoNN). ``n`` GPUs form a ring; latencies are left out.
 """
 
 from collections.abc import Sequence
@@ -9,31 +9,31 @@ from math import prod
 
 
 def all_gather_s(n: int, shard_bytes: float, bytes_per_s: float) -> float:
-    """Return t_AG (eq. 1): (G - 1) m / β, with m the part that each GPU has."""
+    """Return t_AG in seconds (eq. 1): (G - 1) m / β, with m the bytes of one GPU's shard."""
     return (n - 1) * shard_bytes / bytes_per_s
 
 
 def reduce_scatter_s(n: int, buffer_bytes: float, bytes_per_s: float) -> float:
-    """Return t_RS (eq. 2): (G - 1)/G m / β, with m the whole buffer."""
+    """Return t_RS in seconds (eq. 2): (G - 1)/G m / β, with m the bytes of the whole buffer."""
     return (n - 1) / n * buffer_bytes / bytes_per_s
 
 
 def all_reduce_s(n: int, buffer_bytes: float, bytes_per_s: float) -> float:
-    """Return t_AR (eq. 3): 2 (G - 1)/G m / β, with m the whole buffer."""
+    """Return t_AR in seconds (eq. 3): 2 (G - 1)/G m / β, with m the bytes of the whole buffer."""
     return 2 * reduce_scatter_s(n, buffer_bytes, bytes_per_s)
 
 
 def group_bandwidths(
     sizes: Sequence[int], gpus_per_node: int, intra_bytes_per_s: float, inter_bytes_per_s: float
 ) -> tuple[float, ...]:
-    """Return β for each level of nested process groups (eq. 10).
+    """Return β in bytes a second for each level of nested process groups (eq. 10).
 
     A group that fits in a node uses the node's own links. A group that spans nodes shares the links
-    between them with its neighbours' rings. A node has one such ring for each GPU of the groups
-    inside, and at most one for each of its GPUs.
+    between nodes with its neighbours' rings. As many such rings pass a node as the inner groups
+    together have GPUs, and at most one for each GPU of the node.
 
     Args:
-        sizes: sizes of the groups, innermost first.
+        sizes: numbers of GPUs of the groups, innermost first.
     """
     return tuple(
         intra_bytes_per_s

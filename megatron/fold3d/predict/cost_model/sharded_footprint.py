@@ -1,7 +1,7 @@
-"""Bytes of parameters and gradients that are whole only while their stage needs them.
+"""The memory of ``--shard-segments``: parameters and gradients are whole only while in use.
 
 While activations are held, a rank holds at most the bytes of `peak_resident`. Afterwards all
-buffers are whole again, for the optimizer's step.
+parameters and gradients are whole again, for the optimizer's step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _FREE_GRADS = HOST_OPS - FREE_OPS
 def sharded_footprint(
     footprint: Footprint, plan: Plan, gradient_bytes: Sequence[float], setup: Setup
 ) -> Footprint:
-    """Return the footprint of a plan that frees parameters, and maybe gradients."""
+    """Return the footprint of a plan that frees parameters and, if it has FREE_GRAD, gradients."""
     late = frozenset().union(*map(_freed_late, plan.programs))
     return replace(
         footprint,
@@ -45,15 +45,15 @@ def sharded_footprint(
 
 
 def aiao_change(gradient_bytes: Sequence[float], setup: Setup, shards: Shards) -> float:
-    """Return the change of a rank's static bytes while AIAO holds activations."""
+    """Return by how many bytes shards change a rank's static memory while AIAO computes."""
     if shards == "off":
         return 0.0
-    plan = _of_one_rank(len(gradient_bytes), shards)
+    plan = _plan_of_one_rank(len(gradient_bytes), shards)
     return _saving(plan.programs[0], dict(enumerate(gradient_bytes)), setup)
 
 
 def _freed_late(program: Program) -> frozenset[int]:
-    """Return the stages that free what the iteration before has reduced, before their forwards."""
+    """Return the stages that free gradients of the previous iteration, before their forwards."""
     freed = {stage for stage, op, _ in program if op in _FREE_GRADS}
     return frozenset(carried(program).keys() & freed)
 
@@ -66,7 +66,7 @@ def _saving(program: Program, gradients: Mapping[int, float], setup: Setup) -> f
 
 
 @lru_cache
-def _of_one_rank(num_segments: int, shards: Shards) -> Plan:
-    """Return AIAO on one rank: what is whole, and when, is the same on all."""
+def _plan_of_one_rank(num_segments: int, shards: Shards) -> Plan:
+    """Return AIAO's plan on one rank; all ranks gather and free in the same order."""
     order = build("aiao", num_ranks=1, num_segments=num_segments, num_microbatches=1)
     return lower(Job.of(order, shards=shards))

@@ -1,10 +1,10 @@
 """Bytes on one GPU: parameters, gradients, optimizer, saved activations, messages.
 
-Activations as in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models" (2022), for 16-bit training: per layer s b h (10 + 24/t + 5 a s/(h t)), all divided by t
-with sequence parallelism; without the attention scores when those are recomputed (or never written,
-as with flash attention); the layer's input alone, 2 s b h, when the whole layer is. The 24 are 8 of
-attention and 16 of a feed-forward layer as wide as 4 h: `_saved_elements` counts them for others.
+Saved activations follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models" (2022). In 16 bits a layer saves s b h (10 + 24/t + 5 a s/(h t)) bytes; sequence parallelism
+divides all of it by t. The last term, attention's scores, is left out if scores are recomputed, or
+never written, as in flash attention. Full recomputation saves only the layer's input, 2 s b h. The
+24 are 8 for attention and 16 for a feed-forward layer of width 4 h: see `_saved_elements`.
 """
 
 from collections.abc import Container
@@ -17,15 +17,15 @@ from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Parameter
 
 Recompute = Literal["none", "selective", "full"]
 Order = Literal["tp-dp-pp", "tp-pp-dp"]
-"""Which ranks are neighbours, innermost first: Megatron's, and that of --use-tp-pp-dp-mapping."""
-_MASTER_BYTES = 4  # fp32 weights, where the model's are of 16 bits
-_MOMENTS_BYTES = 8  # Adam's two
+"""The order of ranks, innermost first: Megatron's default, or --use-tp-pp-dp-mapping."""
+_MASTER_BYTES = 4  # fp32 copies of 16-bit weights
+_MOMENTS_BYTES = 8  # Adam's two moments
 _LOGIT_BYTES = 4  # the loss is computed in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A model's training setup, apart from its pipeline."""
+    """All parallel sizes but the pipeline's, and precision, optimizer and recomputation."""
 
     tensor_parallel: int = 1
     data_parallel: int = 1
@@ -35,26 +35,26 @@ class Setup:
     recompute: Recompute = "none"
     order: Order = "tp-dp-pp"
     fp32: bool = False
-    """Instead of 16 bits."""
+    """Whether training is in 32 bits instead of 16."""
     context_parallel: int = 1
     """Ranks that share each sequence."""
     expert_parallel: int = 1
-    """Ranks, of all replicas and parts of sequences, that share the experts of a layer."""
+    """Ranks of all data- and context-parallel ones that share the experts of a layer."""
     expert_tensor_parallel: int = 0
-    """Ranks that share each expert; as many as share other layers if zero."""
+    """Ranks that share each expert; zero stands for the tensor-parallel size."""
     small_gradients: bool = False
-    """Gradients are summed and kept in 16 bits; otherwise in 32."""
+    """Whether gradients are summed over replicas and kept in 16 bits; otherwise in 32."""
     accumulates_in_fp32: bool = False
-    """With small gradients: each replica adds its micro-batches up in 32 bits, apart from them."""
+    """With small gradients: each replica sums its micro-batches in a separate 32-bit buffer."""
     scatters_in_fp32: bool = False
-    """The distributed optimizer adds replicas up in 32 bits, behind an all-to-all."""
+    """The distributed optimizer sums over replicas in 32 bits, after an all-to-all."""
     gathered_bits: float = 0.0
-    """Of a parameter, where all-gathers send what a step has changed; 0 is all of it."""
+    """Bits of a parameter in coded all-gathers; zero means that whole parameters are gathered."""
     optimizer_instances: int = 1
-    """Groups of replicas, each of which shards the distributed optimizer's state among itself."""
+    """Groups of replicas; each group shards a copy of the distributed optimizer's state."""
     local_layers: bool = False
-    """Layers are Megatron's own, in place of Transformer Engine's, whose attention keeps no scores
-    and so recomputes them."""
+    """Whether layers are Megatron's own. Transformer Engine's attention keeps no scores and so
+    recomputes them."""
 
     def __post_init__(self) -> None:
         for field in (
@@ -74,7 +74,7 @@ class Setup:
 
     @property
     def num_replicas(self) -> int:
-        """The GPUs that hold the same parameters, other than experts."""
+        """The GPUs that hold the same parameters, experts aside."""
         return self.data_parallel * self.context_parallel
 
     @property
@@ -84,12 +84,12 @@ class Setup:
 
     @property
     def most_replicas(self) -> int:
-        """The most GPUs that hold the same parameters, as `config.job_sizes.num_replicas`."""
+        """The most GPUs that hold the same parameters; see `config.job_sizes.num_replicas`."""
         return max(self.num_replicas, self.num_expert_replicas)
 
     @property
     def expert_ranks(self) -> tuple[int, int]:
-        """The ranks that share each expert, and the groups of such that share a layer's."""
+        """The ranks that share each expert, and the groups of them that share a layer's experts."""
         return self.expert_tensor_parallel or self.tensor_parallel, self.expert_parallel
 
     def tokens(self, shape: ModelShape) -> float:
@@ -118,10 +118,10 @@ class Setup:
         return _MOMENTS_BYTES + (0 if self.fp32 else _MASTER_BYTES)
 
     def check(self, shape: ModelShape) -> None:
-        """Return if the model can be split in this way.
+        """Check that the model can be split in this way.
 
         Raises:
-            ValueError: the tensor-parallel size does not divide heads, or vocabulary.
+            ValueError: a parallel size does not divide heads, experts, replicas or the sequence.
         """
         t, c, e = self.tensor_parallel, self.context_parallel, self.expert_parallel
         if c > 1 and shape.seq_length % (2 * c):
@@ -164,7 +164,7 @@ class HeldParameters:
 
     dense: float
     experts: float
-    """Those of experts, where other ranks hold the same than of the rest."""
+    """Parameters of experts, if their replicas are other GPUs than the dense parameters' ones."""
 
 
 def held_parameters(shape: ModelShape, setup: Setup, split: Split) -> tuple[HeldParameters, ...]:
@@ -175,7 +175,7 @@ def held_parameters(shape: ModelShape, setup: Setup, split: Split) -> tuple[Held
         latent = n.latent / (t if setup.local_layers else 1)
         dense = n.divided / t + n.whole + latent
         experts = (n.experts / setup.expert_ranks[0] + n.whole_experts) / e
-        if setup.expert_ranks == (t, 1):  # no other ranks hold them
+        if setup.expert_ranks == (t, 1):  # the same GPUs replicate both
             return HeldParameters(dense + experts, 0.0)
         return HeldParameters(dense, experts)
 
@@ -188,9 +188,9 @@ def static_bytes(
     """Return, per pipeline rank, the constant bytes of parameters, gradients and optimizer.
 
     Args:
-        replicated: stages of which each replica has the whole optimizer, where it is distributed.
+        replicated: stages whose optimizer state is whole on each replica.
     """
-    # A gradient, its sum over micro-batches, and what an all-to-all brings of it.
+    # A gradient, its 32-bit sum over micro-batches, and the receive buffer of an all-to-all.
     gradient = setup.gradient_bytes * (1 + setup.scatters_in_fp32) + 4 * setup.accumulates_in_fp32
     whole, optimizer = setup.element_bytes + gradient, setup.optimizer_bytes
     shares = (1.0, 1.0)
@@ -206,9 +206,9 @@ def static_bytes(
 
 
 def saved_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
-    """Return, per stage, what one micro-batch's forward keeps for its backward.
+    """Return, per stage, the bytes that one micro-batch's forward keeps for its backward.
 
-    The last stage of a model always keeps its logits as well, even with full recomputation.
+    The last stage of a model also keeps its logits, even with full recomputation.
     """
     saved = shape.by_stage(partial(layer_bytes, shape, setup, setup.recompute), split)
     t = setup.tensor_parallel
@@ -226,27 +226,27 @@ def working_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
 
 
 def layer_bytes(shape: ModelShape, setup: Setup, recompute: Recompute, layer: int = 0) -> float:
-    """Return the activations that one layer saves for one micro-batch."""
+    """Return the bytes of activations that one layer saves for one micro-batch."""
     t, tokens = setup.tensor_parallel, setup.tokens(shape)
-    whole = t if setup.sequence_parallel else 1  # what is not split by tensor parallelism alone
+    whole = t if setup.sequence_parallel else 1  # divides what tensor parallelism does not split
     if recompute == "full":
         return setup.element_bytes * tokens * shape.hidden_size / whole
     scores = 0
     if recompute == "none":
         scores = 5 * shape.num_attention_heads * shape.seq_length
     divided = 2 * _saved_elements(shape, layer) + scores
-    latent = 4 * sum(shape.latent_sizes)  # before and behind their norms, on every rank
+    latent = 4 * sum(shape.latent_sizes)  # inputs and outputs of the norms, on every rank
     bytes_16 = tokens * ((10 * shape.hidden_size + latent) / whole + divided / t)
     return bytes_16 * setup.element_bytes / 2
 
 
 def _saved_elements(shape: ModelShape, layer: int) -> int:
-    """Elements per token that tensor parallelism divides: inputs of linears and of activations.
+    """Return the elements per token that tensor parallelism divides: inputs of linears and GeLUs.
 
-    Each expert that a token goes to has a copy of its input, and its output until they are summed.
+    Each expert of a token keeps a copy of the token's input, and the expert's output until the sum.
     """
     width = sum(inside for _, inside in shape.ffn_sizes(layer))
-    attended = shape.attention_size * (1 + shape.output_gate)  # and before its gate
+    attended = shape.attention_size * (1 + shape.output_gate)  # a gate keeps its input too
     elements = attended + shape.qkv_size + (2 + shape.swiglu) * width
     if shape.num_experts_in(layer):
         elements += 2 * shape.expert_hidden_size * shape.experts_per_token
@@ -255,17 +255,17 @@ def _saved_elements(shape: ModelShape, layer: int) -> int:
 
 
 def delayed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
-    """Return, per stage, what a backward keeps for its delayed weight gradients."""
+    """Return, per stage, the bytes that a backward keeps for its delayed weight gradients."""
     tokens = setup.tokens(shape) * setup.element_bytes
     return shape.by_stage(lambda n: tokens * _delayed_elements(shape, setup, n), split)
 
 
 def _delayed_elements(shape: ModelShape, setup: Setup, layer: int) -> float:
-    """Elements per token: inputs of a layer's linears and gradients of their outputs.
+    """Return the elements per token of a layer's linear inputs and output gradients.
 
-    Tensor parallelism splits the outputs of the first linear of a pair and the inputs of the
-    second; sequence parallelism splits the inputs of the first as well. Each expert that a token
-    goes to has operands of its own.
+    Tensor parallelism splits the outputs of a pair's first linear layer and the inputs of the
+    second. Sequence parallelism splits the inputs of the first too. Each expert of a token keeps
+    its own operands.
     """
     t, h = setup.tensor_parallel, shape.hidden_size
     first = t if setup.sequence_parallel else 1
@@ -279,7 +279,7 @@ def _delayed_elements(shape: ModelShape, setup: Setup, layer: int) -> float:
     gated = 2 + shape.swiglu
     if not shape.num_experts_in(layer):
         return elements + pair(gated * shape.ffn_size)
-    copies = setup.expert_ranks[0] / t  # of a token, on one rank of those that share it
+    copies = setup.expert_ranks[0] / t  # of a token on one rank: each of an expert's ranks has one
     if shared := shape.shared_expert_ffn_hidden_size:
         elements += pair(gated * shared)
     if latent := shape.moe_latent_size:
@@ -289,16 +289,16 @@ def _delayed_elements(shape: ModelShape, setup: Setup, layer: int) -> float:
 
 
 def message_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Return what one GPU sends to the next pipeline rank per micro-batch."""
+    """Return the bytes that one GPU sends to the next pipeline rank per micro-batch."""
     tokens = setup.tokens(shape)
     whole = setup.tensor_parallel if setup.sequence_parallel else 1
     return tokens * shape.hidden_size * setup.element_bytes / whole
 
 
 def tensor_parallel_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Return what one GPU sends to its tensor-parallel group in a layer's forward of a micro-batch.
+    """Return the bytes that one GPU sends to its tensor-parallel group in a layer's forward.
 
-    A layer sends 8 b s h (t - 1)/t elements (Narayanan et al. 2021, Sec. 3.2), half of them then.
+    Half of a layer's 8 b s h (t - 1)/t elements are of the forward (Narayanan et al. 2021, 3.2).
     """
     t = setup.tensor_parallel
     elements = 8 * setup.microbatch_size * shape.seq_length * shape.hidden_size * ((t - 1) / t)
@@ -306,13 +306,13 @@ def tensor_parallel_bytes(shape: ModelShape, setup: Setup) -> float:
 
 
 def context_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Return the keys and values that one GPU passes on around a ring in a layer's forward."""
+    """Return the bytes of keys and values that one GPU sends around a ring in a layer's forward."""
     each = setup.element_bytes / setup.tensor_parallel
     return shape.key_and_value_size * setup.tokens(shape) * each * (setup.context_parallel - 1)
 
 
 def expert_bytes(shape: ModelShape, setup: Setup, layer: int) -> float:
-    """Return what one GPU sends to experts, and back as results, in a layer's forward."""
+    """Return the bytes that one GPU sends to experts, and back, in a layer's forward."""
     e, each = setup.expert_parallel, setup.element_bytes / setup.tensor_parallel
     copies = shape.experts_per_token if shape.num_experts_in(layer) else 0
     return 2 * setup.tokens(shape) * copies * shape.expert_hidden_size * each * (e - 1) / e

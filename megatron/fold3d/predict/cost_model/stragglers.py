@@ -1,9 +1,9 @@
-"""GPUs of one kind differ in speed, and a group that works in step is as slow as its slowest.
+"""Stragglers: GPUs of one kind differ in speed, and a group is as slow as its slowest GPU.
 
 The model assumes that GPUs' times for the same computation are normally distributed and do not
 change. The ranks of a tensor-parallel group wait for each other in every layer, so a group is as
-slow as its slowest GPU. DP.sync makes all pipelines wait for the slowest one, which has the slowest
-of all GPUs. This GPU is assumed to be in the stage with the most computation.
+slow as its slowest GPU. DP.sync makes all pipelines wait for the pipeline with the slowest of all
+GPUs. This GPU is assumed to be in the stage with the most computation.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.sizes import Setup
 
 _NORMAL = NormalDist()
-_WIDEST = 8.0  # deviations; beyond, nothing is left of a normal distribution
+_WIDEST = 8.0  # standard deviations; the tail beyond them is below rounding
 _STEPS = 4000
 
 
 def slowdowns(
     cluster: Cluster, setup: Setup, num_ranks: int, stage_flops: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return, for each stage, the factor by which the slowest pipeline computes it more slowly."""
+    """Return, per stage, the slowest pipeline's seconds divided by an average GPU's."""
     sigma = cluster.straggler_sigma
     if not sigma:
         return (1.0,) * len(stage_flops)
@@ -36,9 +36,9 @@ def slowdowns(
 
 @lru_cache
 def slowest_of(n: int) -> float:
-    """Return the mean of the largest of ``n`` numbers of the standard normal distribution.
+    """Return the expected maximum of ``n`` samples of the standard normal distribution.
 
-    It is the integral over x of 1 - F(x)^n above zero and of -F(x)^n below, by the midpoint rule.
+    This is the integral of 1 - F(x)^n above zero and of -F(x)^n below, by the midpoint rule.
     """
     width = _WIDEST / _STEPS
     middles = [(i + 0.5) * width for i in range(_STEPS)]

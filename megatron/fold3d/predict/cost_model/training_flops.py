@@ -1,8 +1,8 @@
-"""The FLOPs of training: those of the model, and those that GPUs compute.
+"""The FLOPs of training: model FLOPs, and hardware FLOPs.
 
-The model's are a forward and a backward of twice the work. The hardware's have the forwards that
-are recomputed too: the count of Megatron's papers, and of FOLD3D's. Attention counts in full, as
-there. Megatron's log counts the model's, and half of the scores of causal attention.
+Model FLOPs are a forward, and a backward of twice the work. Hardware FLOPs add recomputed forwards,
+as in the papers of Megatron and FOLD3D. As in these papers, attention's scores count in full.
+Megatron's log reports model FLOPs with half of the scores of causal attention.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from megatron.fold3d.predict.cost_model.sizes import Recompute
 def training_flops(
     shape: ModelShape, recompute: Recompute, split: Split = 1, counts: Sequence[int] = ()
 ) -> Flops:
-    """Return the FLOPs of a sequence's forward and backward.
+    """Return the model and hardware FLOPs of one sequence's forward and backward.
 
     Args:
-        counts: how many layers each stage recomputes, if not what ``recompute`` says.
+        counts: numbers of layers that stages recompute; empty follows ``recompute`` for all layers.
     """
     model = float(3 * sum(shape.stage_flops(1)))
     flops = recomputed_flops(shape, recompute, split)
@@ -28,9 +28,9 @@ def training_flops(
 
 
 def recomputed_flops(shape: ModelShape, recompute: Recompute, split: Split) -> list[int]:
-    """Return, per stage, what a backward of one sequence computes again.
+    """Return, per stage, the FLOPs that a backward of one sequence recomputes.
 
-    That is layers or, selectively, attention's scores. Embedding, head and loss never are.
+    These are whole layers or, selectively, attention's scores; never embedding, head or loss.
     """
 
     def again(layer: int) -> int:
@@ -45,7 +45,7 @@ def recomputed_flops(shape: ModelShape, recompute: Recompute, split: Split) -> l
 def recomputed_shares(
     shape: ModelShape, split: Split, counts: Sequence[int] = ()
 ) -> tuple[float, ...]:
-    """Return, per stage, the part of it that is recomputed of what would be without ``counts``."""
+    """Return, per stage, the share of its layers that ``counts`` recomputes; empty is all."""
     layers = shape.stage_layers(split)
     if not counts:
         return (1.0,) * len(layers)

@@ -1,6 +1,6 @@
-"""The planner's search: candidates are simulated in the order of bounds on their time.
+"""The planner's search: candidates are simulated in the order of lower bounds on their time.
 
-Most candidates of a cluster never are: their bounds are above what others take.
+Most candidates are never simulated, since their bound is above the time of a known candidate.
 """
 
 import os
@@ -35,38 +35,38 @@ from megatron.fold3d.predict.search.candidate_timeline import (
 )
 from megatron.fold3d.predict.search.candidates import Candidate, estimate_of
 from megatron.fold3d.predict.search.many_microbatches import (
-    extended,
+    can_extrapolate,
+    extrapolated,
     iteration_s,
-    may_be_extended,
     measures,
 )
 from megatron.fold3d.predict.search.search_result import JudgedCandidate
 
 MOST_FORWARDS = 60_000
-"""Of an iteration all of which is simulated although nobody asked for its groups, or queues."""
+"""Neighbours, and runs with many queues, are simulated in full up to this many forwards."""
 MANY_GPUS = 1024
-"""From here on, a simulation takes longer than to hand it to another process."""
+"""From this size on, simulations run in other processes: they take longer than the hand-over."""
 _AT_ONCE = 2  # simulations
 LISTED = 1.2
-"""Times as long as the fastest: nobody chooses what is slower."""
+"""A candidate that takes this many times as long as the fastest one is not listed."""
 
 
 def processes(cluster: Cluster) -> AbstractContextManager[Executor | None]:
-    """Return processes that simulate beside each other, where simulations are long enough."""
+    """Return a pool of processes, or None for a cluster too small to gain from one."""
     if cluster.num_gpus < MANY_GPUS or len(os.sched_getaffinity(0)) == 1:
         return nullcontext()
     return ProcessPoolExecutor(_AT_ONCE, get_context("forkserver"))
 
 
 class BestFirst:
-    """Bounds and simulates candidates of one model on one cluster, each of them once.
+    """Bounds and simulates candidates of one model on one cluster, each candidate once.
 
     Args:
-        progress: called with how many candidates were simulated, and how many there are.
-        pool: processes that simulate; None simulates here.
+        progress: called with the numbers of simulated candidates, and of all that may follow.
+        pool: processes that simulate; None simulates in this process.
 
     Attributes:
-        judged: all that were simulated.
+        judged: all candidates that were simulated.
     """
 
     def __init__(
@@ -86,40 +86,40 @@ class BestFirst:
         self._undisturbed_s: dict[Candidate, float] = {}
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """Return the costs of a candidate."""
+        """Return the costs and sizes of a candidate; equal sizes are estimated once."""
         return estimate_of(self.shape, self._cluster, candidate, self._of_sizes)
 
     def can_place(self, candidate: Candidate) -> bool:
-        """Return True if nodes of a pipeline rank have equal ways through the switches."""
+        """Return True if all nodes of a pipeline rank have equal paths through the switches."""
         try:
             routes(self._cluster, candidate.setup, candidate.num_ranks)
         except ValueError:
             return False
         return True
 
-    def only_placed_otherwise(self, candidate: Candidate, other: Candidate) -> bool:
-        """Return True if candidates differ in the order of ranks, which makes no difference."""
+    def differ_only_in_rank_order(self, candidate: Candidate, other: Candidate) -> bool:
+        """Return True if candidates differ in the order of ranks, and have equal estimates."""
         orders = candidate.setup.order, other.setup.order
         return orders[0] != orders[1] and self.estimate(candidate) == self.estimate(other)
 
-    def has_time_for(self, candidate: Candidate) -> bool:
-        """Return False if an iteration is among the longest, and all of it has to be simulated."""
+    def is_affordable(self, candidate: Candidate) -> bool:
+        """Return False if the iteration is too long to simulate, and cannot be extrapolated."""
         c = candidate
         forwards = c.num_ranks * c.num_segments * c.num_microbatches
-        return forwards <= MOST_FORWARDS or may_be_extended(c, self.estimate(c))
+        return forwards <= MOST_FORWARDS or can_extrapolate(c, self.estimate(c))
 
     def bounded(self, candidate: Candidate) -> Bounded:
-        """Return a candidate's bounds, without a simulation."""
+        """Return a candidate's bounds, computed without a simulation."""
         return bounded(candidate, self.estimate(candidate), self.limit_bytes)
 
     def fits(self, known: Bounded | JudgedCandidate) -> bool:
-        """Return True if the GPU's memory, and its share of the host's, are enough."""
+        """Return True if the GPU's memory and its share of the host's memory are enough."""
         host_fits = known.host_bytes <= self.host_limit_bytes
         return known.device_bytes <= self.limit_bytes and host_fits
 
     def at_least_s(self, item: Bounded) -> float:
-        """Return a tighter lower bound than the costs alone give, from a short simulation."""
-        if item.candidate.choice.fills_gaps:  # its order is not known before it is simulated
+        """Return a tighter lower bound than ``bound_s``, from a simulation without DP.sync."""
+        if item.candidate.choice.fills_gaps:  # only its simulation finds its order
             return item.bound_s
         alone = without_grad_sync(item.candidate)
         if alone not in self._undisturbed_s:
@@ -130,20 +130,20 @@ class BestFirst:
     def best(
         self, among: Iterable[Bounded], top: int, limit_s: float = inf
     ) -> tuple[JudgedCandidate, ...]:
-        """Simulate in the order of the bounds until none can be among the best any more.
+        """Return the ``top`` fastest, simulated in the order of bounds until no bound is lower.
 
-        What takes `LISTED` times as long as the fastest, or longer than ``limit_s``, is not among
-        the best, however few these are.
-        A bound is tightened before its candidate is simulated, and then waits for its turn again.
+        A candidate that takes `LISTED` times as long as the fastest, or longer than ``limit_s``, is
+        left out, even if fewer than ``top`` remain. Before a candidate is simulated its bound is
+        tightened, and the candidate goes back to its place in the order.
         """
-        found: list[tuple[float, int, JudgedCandidate]] = []  # of equals, by the bound at first
+        found: list[tuple[float, int, JudgedCandidate]] = []  # equal times in the order of bounds
         started: deque[tuple[int, Callable[[], JudgedCandidate]]] = deque()
 
-        def end_one() -> None:
+        def finish_oldest() -> None:
             place, judged = started.popleft()
             choice = judged()
             self.judged[choice.candidate] = choice
-            if self.fits(choice):  # a slow copy stream frees memory late
+            if self.fits(choice):  # slow copies to the host may free memory too late
                 insort(found, (choice.iteration_s, place, choice))
                 del found[top:]
             limit_s = min(most_s(), found[-1][0] if len(found) == top else inf)
@@ -165,26 +165,26 @@ class BestFirst:
             if is_tight or item.candidate in self.judged:
                 started.append((place, self._start(item)))
                 if len(started) == self._at_once:
-                    end_one()
+                    finish_oldest()
             else:
                 heappush(waiting, (max(seconds, self.at_least_s(item)), place, True))
         while started:
-            end_one()
+            finish_oldest()
         return tuple(choice for seconds, _, choice in found if seconds <= most_s())
 
     def fastest(
         self, among: Iterable[Bounded], *, of_stock: bool, limit_s: float = inf
     ) -> tuple[JudgedCandidate, ...]:
-        """Return the fastest of stock, or of ours, if there is any."""
+        """Return the fastest candidate of stock, or of ours: one or none."""
         return self.best([b for b in among if b.candidate.is_stock == of_stock], 1, limit_s)
 
     def simulated(self, item: Bounded) -> JudgedCandidate:
-        """Return what a candidate is judged to be."""
+        """Return a candidate's simulated time and memory."""
         choice = self.judged[item.candidate] = self._start(item)()
         return choice
 
     def _start(self, item: Bounded) -> Callable[[], JudgedCandidate]:
-        """Begin to simulate a candidate, unless it was; return what waits for it."""
+        """Begin to simulate an unknown candidate; return a function that waits for the result."""
         if (known := self.judged.get(item.candidate)) is not None:
             return lambda: known
         if self._pool is None:
@@ -193,9 +193,9 @@ class BestFirst:
 
 
 def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
-    """Judge a candidate; of very many micro-batches, from iterations with fewer."""
+    """Simulate a candidate, or extrapolate from iterations with fewer micro-batches."""
     candidate, choice = item.candidate, item.candidate.choice
-    # The most that a GPU holds is only known from what happens when.
+    # The peak memory of these candidates depends on when actions run.
     has_curve = bool(candidate.offload or choice.splits or candidate.recompute_layers)
     has_curve |= bool(choice.where(recompute="early"))
     plain_bytes = item.device_bytes
@@ -206,7 +206,7 @@ def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
         return timeline_of(candidate, item.estimate, memory_bytes=memory_bytes)
 
     def measured(timeline: Timeline) -> tuple[float, ...]:
-        """Return the iteration, bytes on the device and on the host, and the exposure."""
+        """Return an iteration's seconds, peak bytes on device and host, and exposed seconds."""
         iteration_s, *exposed = measures(timeline)
         device_bytes, host_bytes = plain_bytes, 0.0
         if has_curve:
@@ -216,8 +216,8 @@ def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
         return iteration_s, device_bytes, host_bytes, *exposed
 
     line = None
-    if candidate.offload or not has_curve:  # what else has a curve may bend where memory is full
-        line = extended(candidate, item.estimate, simulated, measured)
+    if candidate.offload or not has_curve:  # other curves are not linear where memory is full
+        line = extrapolated(candidate, item.estimate, simulated, measured)
     found = measured(simulated(candidate)) if line is None else line
     iteration_s, device_bytes, host_bytes, *exposed = found
     return JudgedCandidate(candidate, iteration_s, device_bytes, Exposure(*exposed), host_bytes)

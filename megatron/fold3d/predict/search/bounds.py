@@ -1,7 +1,7 @@
 """Bounds on a candidate's time and memory that need no simulation.
 
-`rank_times` are those of layouts, with which `policy.partition` skips some. What no order of a plan
-beats is in `simulator.lower_bound`.
+`rank_times` bounds the layouts of layers that `policy.partition` compares. Bounds that hold for any
+order of computation are in `simulator.lower_bound`.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,19 +28,19 @@ class Bounded:
     candidate: Candidate
     estimate: Estimate
     bound_s: float
-    """No simulated iteration of the candidate is shorter."""
+    """A lower bound on the seconds of a simulated iteration."""
     device_bytes: float
     """An upper bound on the bytes of the fullest GPU; slow copies to the host can need more."""
     host_bytes: float
-    """A lower bound on the bytes that one GPU's activations take on the host."""
+    """A lower bound on the bytes of one GPU's activations in host memory."""
 
 
 def bounded(candidate: Candidate, estimate: Estimate, limit_bytes: float) -> Bounded:
-    """Return a candidate with its bounds; its memory is exact if only that shows that it fits."""
-    most = max(_of_rank(candidate, estimate, rank) for rank in range(candidate.num_ranks))
+    """Return a candidate with its bounds; memory is exact only if its bound exceeds the limit."""
+    most = max(_rank_bytes(candidate, estimate, rank) for rank in range(candidate.num_ranks))
     if most > limit_bytes and has_exact_bytes(candidate):
         most = exact_bytes(candidate, estimate, above=limit_bytes)
-    if candidate.recompute_layers:  # stages differ; numbers were chosen to fit
+    if candidate.recompute_layers:  # the numbers were chosen to fit, and differ between stages
         most = min(most, limit_bytes)
     return Bounded(
         candidate,
@@ -52,11 +52,11 @@ def bounded(candidate: Candidate, estimate: Estimate, limit_bytes: float) -> Bou
 
 
 def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
-    """Bound the iteration from below by what each rank must do, in any order.
+    """Return a lower bound on the iteration from the work of each rank, in any order.
 
-    The first segment's DP.sync follows; it may overlap delayed weight gradients. DP.sync that ends
-    with the iteration can begin only after the last segment's last backward, or during that
-    backward if it is launched inside.
+    The first segment's DP.sync follows all backwards; only delayed weight gradients may overlap it.
+    DP.sync that ends with the iteration begins after the last segment's last backward, or during
+    that backward if DDP's hooks launch it.
     """
     choice, ranks = candidate.choice, candidate.num_ranks
     early = bool(choice.where(recompute="early"))
@@ -65,10 +65,10 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
         costs = in_pairs(costs, early=early)
     elif candidate.combined:
         costs = without_exchanges(costs)
-    if not choice.splits:  # the weight gradients are a part of backwards
+    if not choice.splits:  # backwards compute the weight gradients
         costs = replace(costs, weight_s=())
     microbatches, nics = candidate.num_microbatches, estimate.nic_of_rank
-    inside_s = earlier_s(candidate, estimate)
+    inside_s = head_start_s(candidate, estimate)
     bound_s = order_s(costs, microbatches, nics, early=early) + first_sync_s(candidate, estimate)
     sync_s = [sum(costs.grad_sync_s[rank::ranks]) for rank in range(ranks)]
     if choice.carries:
@@ -76,7 +76,7 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
     else:
         compute_s = [*map(sum, zip(costs.forward_s, costs.input_s, strict=True))]
         for rank in range(ranks):
-            # One group's backwards follow the last segment's last one.
+            # After the last segment's last backward, one group's other backwards follow.
             *others_s, _ = costs.backward_s[rank::ranks]
             late_s = microbatches * sum(compute_s[rank::ranks]) - candidate.group * sum(others_s)
             before_s = sum(costs.forward_s[:rank])
@@ -87,24 +87,24 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
 
 
 def first_sync_s(candidate: Candidate, estimate: Estimate) -> float:
-    """Return for how long the first segment's DP.sync lasts at least, behind all computation.
+    """Return a lower bound on the seconds of the first segment's DP.sync after all computation.
 
-    Only delayed weight gradients could hide it.
+    The bound is zero with delayed weight gradients, which could hide this DP.sync.
     """
     if candidate.choice.splits:
         return 0.0
-    return max(0.0, estimate.costs.grad_sync_s[0] - earlier_s(candidate, estimate))
+    return max(0.0, estimate.costs.grad_sync_s[0] - head_start_s(candidate, estimate))
 
 
-def earlier_s(candidate: Candidate, estimate: Estimate) -> float:
-    """Return the seconds before the end of its last backward at which DP.sync may begin."""
+def head_start_s(candidate: Candidate, estimate: Estimate) -> float:
+    """Return how many seconds before a stage's last backward ends its DP.sync may begin."""
     if not launches_in_backward(candidate, estimate):
         return 0.0
     return max(estimate.costs.backward_s)
 
 
 def _most_copied(candidate: Candidate, of_stage: Sequence[float]) -> float:
-    """A lower bound on what the busiest rank copies to the host, in the unit of ``of_stage``.
+    """Return a lower bound on the busiest rank's copies to the host, in the unit of ``of_stage``.
 
     The last segment, and the last two micro-batches of the others, need not be offloaded.
     """
@@ -114,8 +114,8 @@ def _most_copied(candidate: Candidate, of_stage: Sequence[float]) -> float:
     return each * max(0, candidate.num_microbatches - 2)
 
 
-def _of_rank(candidate: Candidate, estimate: Estimate, rank: int) -> float:
-    """An upper bound on a rank's memory, from its number of activations."""
+def _rank_bytes(candidate: Candidate, estimate: Estimate, rank: int) -> float:
+    """Return an upper bound on a rank's bytes, from its largest number of activations."""
     footprint, ranks = estimate.footprint, candidate.num_ranks
     held = _resident_bytes(candidate, estimate, rank)
     held += candidate.most_activations(rank) * max(footprint.saved_bytes[rank::ranks])
@@ -123,30 +123,30 @@ def _of_rank(candidate: Candidate, estimate: Estimate, rank: int) -> float:
 
 
 def _resident_bytes(candidate: Candidate, estimate: Estimate, rank: int) -> float:
-    """Return what a rank holds of parameters, gradients and optimizer beside its activations."""
+    """Return a rank's bytes of parameters, gradients and optimizer while it holds activations."""
     gradients = estimate.gradient_bytes[rank :: candidate.num_ranks]
     change = aiao_change(gradients, candidate.setup, candidate.shards)
     return estimate.footprint.static_bytes[rank] + change
 
 
 def has_exact_bytes(candidate: Candidate) -> bool:
-    """Return True if the most that a GPU holds follows from the order, and is not bounded by it."""
+    """Return True if `exact_bytes` applies: with several segments, and without offload."""
     return candidate.num_segments > 1 and not candidate.offload
 
 
 def exact_bytes(candidate: Candidate, estimate: Estimate, above: float = 0.0) -> float:
-    """Return the fullest rank's memory, from what each segment holds at each moment.
+    """Return the fullest rank's bytes, from the activations of each segment at each moment.
 
     Args:
-        candidate: one whose memory depends on its order alone: without offload.
-        above: ranks whose upper bound is no more count with that.
+        candidate: has no offload, so that its memory depends on its order alone.
+        above: a rank whose upper bound is at most this many bytes counts with its upper bound.
     """
     footprint, ranks = estimate.footprint, candidate.num_ranks
     choice, microbatches = candidate.choice, candidate.num_microbatches
-    each = 2 if choice.pairs else 1  # of pairs, the order is that in which each is one micro-batch
+    each = 2 if choice.pairs else 1  # the order then has one micro-batch for each pair
     passes, group = -(-microbatches // each), choice.group and choice.group // each
     plain = Choice.plain(choice.schedule, candidate.num_segments, group=group, ahead=choice.ahead)
-    bounds = sorted(((_of_rank(candidate, estimate, r), r) for r in range(ranks)), reverse=True)
+    bounds = sorted(((_rank_bytes(candidate, estimate, r), r) for r in range(ranks)), reverse=True)
     most = 0.0
     for bound, rank in bounds:
         if bound <= max(most, above):
@@ -180,15 +180,15 @@ def rank_times(
     *,
     may_keep_layers: bool = False,
 ) -> RankTimes | None:
-    """Return lower bounds of each rank's computation, if all layers are alike.
+    """Return lower bounds on each rank's seconds of computation, if all layers are alike.
 
     Args:
         num_microbatches: per iteration.
-        may_keep_layers: whether a layout decides how many layers are recomputed. Then that is left
-            out.
+        may_keep_layers: whether the number of recomputed layers depends on the layout. If so, the
+            bounds leave recomputation out.
 
     Returns:
-        None if there is no layer to move.
+        None if no layer can move to another stage.
     """
     source = max(range(len(start)), key=lambda stage: start[stage])
     target = (source + 1) % len(start)
@@ -198,7 +198,7 @@ def rank_times(
     moved[source] -= 1
     moved[target] += 1
     work_s, moved_s = (
-        _of_microbatch_s(costs_of(layers), may_keep_layers) for layers in (start, tuple(moved))
+        _microbatch_s(costs_of(layers), may_keep_layers) for layers in (start, tuple(moved))
     )
     layer_s = work_s[source] - moved_s[source]
     return RankTimes(
@@ -211,8 +211,8 @@ def rank_times(
     )
 
 
-def _of_microbatch_s(costs: Costs, may_keep_layers: bool) -> list[float]:
-    """Return the seconds of one micro-batch in each stage."""
+def _microbatch_s(costs: Costs, may_keep_layers: bool) -> list[float]:
+    """Return the seconds of one micro-batch's forward and backward in each stage."""
     again_s = costs.recompute_s if may_keep_layers else ()
     rows = zip(
         costs.forward_s, costs.backward_s, again_s or (0.0,) * len(costs.forward_s), strict=True

@@ -1,9 +1,9 @@
 """Simulate a candidate's plan as stock Megatron, or our runtime, would run it.
 
-Stock Megatron waits for some transfers (`sends_stock_waits_for`). With one hardware queue, it is
-simulated with our early or our late receives, whichever is faster. It starts a chunk's DP.sync on
-all ranks at the same time, so on rank r it starts r backwards late. Its DP.sync always ends with
-the iteration.
+Stock Megatron waits for some transfers (`sends_stock_waits_for`). With one hardware queue, stock is
+simulated with our early or our late receives, whichever is faster. Stock starts a chunk's DP.sync
+on all ranks at the same time, so rank r starts DP.sync r backwards late. Stock's DP.sync always
+ends with the iteration.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from megatron.fold3d.predict.search.judge import Judge, Simulated
 from megatron.fold3d.predict.simulator.link import Device, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
-PAUSE_SHARE = 0.5  # what PP.sync may take from DP.sync before they share fairly
+PAUSE_SHARE = 0.5  # of the time, PP.sync may pause DP.sync; then the two share links fairly
 
 
 def judge_of(
@@ -37,12 +37,12 @@ def judge_of(
     waits_for_sends: bool = True,
     connections: int | None = None,
 ) -> Judge:
-    """Return what predicts a candidate's iterations.
+    """Return a judge that predicts a candidate's iterations.
 
     Args:
-        memory_bytes: a GPU's memory, which delayed weight gradients may fill; None is what the
-            fullest rank holds without them.
-        connections: runs the same plan on GPUs with another number of hardware queues.
+        memory_bytes: a GPU's memory, which delayed weight gradients may fill; None limits them to
+            the peak of the fullest rank without them.
+        connections: hardware queues of a GPU, if other than the estimate's.
     """
     late = estimate.cuda_connections == 1
     sliced, choice = is_sliced(candidate, estimate), candidate.choice
@@ -52,7 +52,7 @@ def judge_of(
         job=job,
         costs=estimate.costs if job.gathers_params else estimate.costs.gathered_in_steps(),
         transfers=late or bool(choice.pairs),
-        may_receive_early=candidate.is_stock,  # has its own receives, no worse than ours
+        may_receive_early=candidate.is_stock,  # stock's own receives are no worse than ours
         link=estimate.link(
             preemptive=candidate.preemptive,
             pause_share=PAUSE_SHARE,
@@ -68,7 +68,7 @@ def judge_of(
 
 
 def _held(estimate: Estimate, memory_bytes: float | None) -> HeldSizes | None:
-    """Return what micro-batches hold, and what is left for them on each rank's GPU, if known."""
+    """Return the bytes that micro-batches hold, and each rank's room for them, if known."""
     if memory_bytes is None:
         return None
     known, ranks = estimate.footprint, len(estimate.nic_of_rank)
@@ -88,10 +88,11 @@ def timeline_of(candidate: Candidate, estimate: Estimate, **options: Any) -> Tim
 def many_queues_s(
     candidate: Candidate, estimate: Estimate, *, memory_bytes: float | None = None
 ) -> tuple[float, float]:
-    """Return the seconds of an iteration with 32 hardware queues: at least, and at most.
+    """Return a lower and an upper bound on an iteration's seconds with 32 hardware queues.
 
     One queue starts the collective of an input gradient before the weight gradient that hides it.
-    With 32 it may start behind, so at most the TP.sync of all backwards of a rank is added.
+    With 32 queues the collective may start after the weight gradient. So the upper bound adds the
+    TP.sync of all backwards of a rank.
     """
     timeline = timeline_of(
         candidate, estimate, memory_bytes=memory_bytes, connections=max(CONNECTIONS)
@@ -102,7 +103,7 @@ def many_queues_s(
 
 
 def without_grad_sync(candidate: Candidate) -> Candidate:
-    """Return the candidate that represents all that differ only in DP.sync and host copies."""
+    """Return the candidate without DP.sync and host copies: equal for all that differ in these."""
     setup = replace(
         candidate.setup,
         distributed_optimizer=False,
@@ -127,8 +128,8 @@ def without_grad_sync(candidate: Candidate) -> Candidate:
 def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
     """Return an iteration without DP.sync, host copies and contention on links.
 
-    This is a lower bound: with a fixed order, everything that a candidate adds can only make ranks
-    wait longer. Without flows on a network it takes a fraction of the time to simulate.
+    This iteration is a lower bound: with a fixed order, DP.sync and contention can only make ranks
+    wait longer. Its simulation is short, since no flows share a network.
     """
     choice = candidate.choice
     link = estimate.link(
@@ -145,13 +146,13 @@ def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
 
 
 def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:
-    """True if DP.sync of a stage is simulated as starting inside its last backward."""
+    """Return True if a stage's DP.sync starts inside the stage's last backward."""
     ends_with_iteration = not candidate.choice.carries
     return estimate.cuda_connections is not None and ends_with_iteration and not candidate.is_stock
 
 
 def is_sliced(candidate: Candidate, estimate: Estimate) -> bool:
-    """Whether training starts DP.sync in the plan's slices: where ``slices=`` says so."""
+    """Return True if the plan has slices of DP.sync, as with ``slices=on``."""
     if candidate.flags is not None or candidate.choice.slices is not None:
         return bool(candidate.choice.slices)
     if candidate.preemptive or estimate.launches:
@@ -162,9 +163,9 @@ def is_sliced(candidate: Candidate, estimate: Estimate) -> bool:
 def _device(
     candidate: Candidate, estimate: Estimate, connections: int | None, sliced: bool
 ) -> Device | None:
-    """Return the GPUs that run a candidate, if their streams share queues.
+    """Return the rules of the GPUs that run a candidate, if their streams share queues.
 
-    Stock launches one collective per model chunk, where its schedule starts DP.sync.
+    Stock launches one collective per model chunk, where stock's schedule starts DP.sync.
     """
     if estimate.cuda_connections is None:
         return None
@@ -181,7 +182,7 @@ def _device(
             connections=estimate.cuda_connections,
         ),
         in_backward=launches_in_backward(candidate, estimate),
-        # With preemption a thread of its own launches slices, so the host runs on.
+        # With preemption a separate thread launches slices, so the host never waits.
         most_outstanding=None if candidate.preemptive else MOST_OUTSTANDING,
     )
 

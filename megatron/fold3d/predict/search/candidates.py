@@ -1,4 +1,4 @@
-"""The planner's candidates: every split of a model that can run on a cluster."""
+"""The planner's candidates: every way to train a model on a cluster."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -31,27 +31,26 @@ Assumption = Literal[
 ]
 MICROBATCH_SIZES = (1, 2, 4, 8)
 MOST_SEGMENTS = 8
-_CONTEXT_SIZES, _LEAST_PART = (2, 4, 8, 16), 8192  # tokens of a sequence that a rank has
+_CONTEXT_SIZES, _LEAST_PART = (2, 4, 8, 16), 8192  # a rank keeps this many tokens of a sequence
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-FREE: Mapping[str, Any] = MappingProxyType({})  # nothing is given to the search
+FREE: Mapping[str, Any] = MappingProxyType({})  # the search chooses all sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One configuration of a training run: its sizes, and its choice.
 
-    A `Job` follows from it: what decides a plan beside the choice depends on how the model is
-    trained, which a search changes too.
+    The `Job` of a candidate follows from its choice and its training setup.
 
     Attributes:
-        choice: how its iterations run; of stock Megatron, its order alone.
-        layers: of each stage; if empty, all have equally many.
-        recompute_layers: how many layers each stage recomputes; if empty, what `setup` says.
+        choice: how iterations run; for stock Megatron only the order counts.
+        layers: the layers of each stage; if empty, all stages have equally many.
+        recompute_layers: how many layers each stage recomputes; if empty, `setup` decides.
         preemptive: whether PP.sync goes before DP.sync on a link.
         shards: what replicas keep in shards between uses, with the distributed optimizer.
         combined: whether stock runs forwards as one with backwards, to hide experts' all-to-alls.
-        aligned: whether all ranks of stock start the DP.sync of a chunk together, its default.
-        flags: what a run's flags say of its job; None is what `search` prints for a candidate.
+        aligned: whether all ranks of stock start the DP.sync of a chunk together, as by default.
+        flags: the job that a run's flags give; None derives the job from the candidate.
     """
 
     choice: Choice
@@ -79,14 +78,14 @@ class Candidate:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Sizes that runs of one layout share: of all parallelism, and of a micro-batch."""
+        """All parallel sizes, and the micro-batch size: (tp, pp, cp, ep, dp, samples)."""
         s = self.setup
         model = s.tensor_parallel, self.num_ranks, s.context_parallel, s.expert_parallel
         return (*model, s.data_parallel, s.microbatch_size)
 
     @property
     def schedule(self) -> str:
-        """A name of `plan.schedules.SCHEDULES`."""
+        """The schedule: a name of `plan.schedules.SCHEDULES`."""
         return self.choice.schedule
 
     @property
@@ -104,9 +103,9 @@ class Candidate:
 
     @property
     def job(self) -> Job:
-        """What its iterations run.
+        """The job from which the plan of an iteration is made.
 
-        Of stock's 1F1B the hooks start DP.sync in the last backward, if at all.
+        Stock's 1F1B starts DP.sync in the last backward, by DDP's hooks, or after it.
         """
         if self.flags is not None:
             return replace(self.flags, choice=self.choice, num_microbatches=self.num_microbatches)
@@ -128,16 +127,16 @@ class Candidate:
         )
 
     def changed(self, segments: Iterable[int] | None = None, **state: str) -> Self:
-        """Return it with other values of some segments, as in `Choice.changed`."""
+        """Return the candidate with other values for some segments: see `Choice.changed`."""
         return replace(self, choice=self.choice.changed(segments, **state))
 
     def with_options(self, **options: Any) -> Self:
-        """Return it with other options of its choice, as in ``with_options(ahead=1)``."""
+        """Return the candidate with other options of its choice: ``with_options(ahead=1)``."""
         return replace(self, choice=replace(self.choice, **options))
 
     @property
     def name(self) -> str:
-        """The name of its schedule in tables: what ``--schedule`` takes, and flags beside it."""
+        """The candidate's name in tables: the value of ``--schedule``, and further flags."""
         name, group = str(self.choice), self.choice.group
         if self.is_stock:
             in_groups = f":group={group}" if group else ""
@@ -155,7 +154,7 @@ class Candidate:
         return name + shards + copies + preempts + codes + placed
 
     def most_activations(self, rank: int) -> int:
-        """Return how many (segment, micro-batch) activations a rank's device holds at most."""
+        """Return the most (segment, micro-batch) activations that a rank's device holds at once."""
         if self.choice.pairs:
             group = self.choice.group and num_pairs(self.choice.group)
             unpaired = replace(
@@ -165,7 +164,7 @@ class Candidate:
             whole = self.num_segments * self.num_microbatches
             return min(whole, 2 * unpaired.most_activations(rank))
         ranks, segments, microbatches = self.num_ranks, self.num_segments, self.num_microbatches
-        if self.offload:  # what computes, what leaves, what comes back
+        if self.offload:  # one computes, one is copied to the host, one is copied back
             return min(3, segments * microbatches)
         groups = groups_of(microbatches, self.group, ranks)
         ahead = (self.choice.ahead or FORWARDS_AHEAD.get(self.schedule, 2)) * (ranks - 1 - rank)
@@ -182,7 +181,7 @@ def estimate_of(
     """Return the estimate of a candidate.
 
     Args:
-        of_sizes: `estimate`, or the same from a cache.
+        of_sizes: `estimate`, or a cached version of it.
     """
     c = candidate
     return of_sizes(
@@ -221,13 +220,13 @@ def candidates(
     cannot be even: `neighbours` yields the values in between.
 
     Args:
-        given: ``num_ranks``, ``num_segments`` and fields of `Setup` that are not chosen. Precision,
-            and the ranks that share an expert, never are: they are `Setup`'s if not given.
+        given: fixed values of ``num_ranks``, ``num_segments`` and fields of `Setup`. Precision and
+            expert tensor parallelism are never searched; by default they are `Setup`'s.
     """
     microbatch_sizes = _choices(MICROBATCH_SIZES, given.get("microbatch_size"))
     keeps_scores = given.get("local_layers") or given.get("recompute")
     recomputes = _choices(RECOMPUTES[0 if keeps_scores else 1 :], given.get("recompute"))
-    # Ranks that share a layer's experts; more than a node has are across nodes.
+    # Ranks that share a layer's experts; they may be on several nodes.
     expert_sizes = _divisors(shape.num_experts) or [1]
     if "expert_parallel" in given:
         expert_sizes = [given["expert_parallel"]]
@@ -263,9 +262,9 @@ def candidates(
 def _splits(
     shape: ModelShape, cluster: Cluster, given: Mapping[str, Any]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """The (tp, pp, cp, dp) sizes that divide the GPUs, the heads and the layers.
+    """Yield the sizes (tp, pp, cp, dp) that divide the GPUs, the heads and the layers.
 
-    A sequence is shared where each rank keeps a long part of it.
+    Context parallelism leaves at least `_LEAST_PART` tokens of a sequence to each rank.
     """
     gpus = cluster.num_gpus
     tensor_sizes = _choices(_divisors(cluster.gpus_per_node), given.get("tensor_parallel"))
@@ -285,10 +284,10 @@ def _splits(
 def _of_segments(
     shape: ModelShape, stock: Candidate, segments: int, assumed: Set[Assumption]
 ) -> Iterator[Candidate]:
-    """Every schedule with this number of segments, without and with the distributed optimizer.
+    """Yield every schedule with this number of segments, with and without distributed optimizer.
 
-    With it, no candidate has only a backward share: all-gathers already fill the forwards, and
-    deferred gradients would prolong them. `neighbours` adds shares with delayed weight gradients.
+    With the distributed optimizer no gradients are deferred: all-gathers already fill the forwards,
+    which deferred sums would prolong. `neighbours` defers them where weight gradients are delayed.
     """
     ranks, microbatches = stock.num_ranks, stock.num_microbatches
     if shape.num_layers < ranks * segments:
@@ -313,11 +312,11 @@ def _of_segments(
         orders.append(replace(stock, choice=aiao, layers=layers, offload=True))
     setup = stock.setup
     if setup.expert_parallel > 1 and not setup.fp32 and setup.recompute != "full":
-        apart = segments > 1 or ranks == 1  # what Megatron asks for
+        apart = segments > 1 or ranks == 1  # Megatron demands one of these
         orders += [replace(order, combined=True) for order in orders if order.is_stock and apart]
     sharded = replace(setup, distributed_optimizer=True)
-    # There has to be DP.sync to interrupt, and streams that overtake each other: with tensor or
-    # context parallelism a search assumes Megatron's one hardware queue.
+    # Preemption needs DP.sync to interrupt, and several hardware queues: with tensor or context
+    # parallelism a search assumes the one queue that Megatron demands.
     may_preempt = "preemptive-comm" in assumed and setup.most_replicas > 1
     may_preempt &= setup.tensor_parallel == setup.context_parallel == 1
     for order in orders:

@@ -1,9 +1,9 @@
-"""The search for the fastest choice: coordinate descent from choices whose segments all do alike.
+"""The search for the fastest choice: coordinate descent from choices with equal segments.
 
-A coordinate is what one segment does, or the order of computation. From each start the search takes
-the best value of one coordinate after the other until none is faster, then tries to exchange what
-two segments do. Weight gradients in gaps come last. It is deterministic, improves the best start
-first, and may end at any time.
+A coordinate is the state of one segment, or the order of computation. From each start the search
+takes the best value of one coordinate after the other until none is faster. Then it tries to
+exchange the states of two segments, and last weight gradients in gaps. The search is deterministic
+and improves the best start first, so it may end at any time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,24 +21,24 @@ from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.simulator.costs import Costs
 
 MOST_ACTIONS = 600_000
-"""Of a search. At 30 us each these are 20 s; counted, so that slow machines find the same."""
-LEAST_GAIN = 0.002  # relative to an iteration, of each segment that takes memory
-_NEAR = 0.02  # what is further from the best so far is not improved by exchanges
+"""Simulated actions of a search: 20 s at 30 us each. A time limit would depend on the machine."""
+LEAST_GAIN = 0.002  # a part of the iteration that each segment with extra memory has to gain
+_NEAR = 0.02  # exchanges improve only choices that are slower than the best by less than this
 
 JudgeOf = Callable[[Choice], Judge]
-"""Returns what predicts a choice."""
+"""Returns the judge of a choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What a search may choose.
+    """The orders and the keys of segments from which a search chooses.
 
     Attributes:
-        orders: choices whose orders may be run; the first is where the search begins.
-        free: the values of each key of a segment that is not fixed, as in
-            ``{"wgrad": ("backward", "last")}``; others stay what they are in the first choice.
-        tied: whether the first and the last segment are summed alike, since they add up gradients
-            of the same parameters.
+        orders: choices whose orders may run; the search begins with the first choice.
+        free: the values of each key that the search may change, as in
+            ``{"wgrad": ("backward", "last")}``; other keys keep the values of the first choice.
+        tied: whether the first and the last segment are summed alike, since they share the word
+            embeddings.
     """
 
     orders: Sequence[Choice]
@@ -47,12 +47,12 @@ class Space:
 
     @property
     def first(self) -> Choice:
-        """Where the search begins."""
+        """The choice with which the search begins."""
         return self.orders[0]
 
     @property
     def states(self) -> list[dict[str, str]]:
-        """What a segment may do, but for the time of its step, and for gaps."""
+        """The possible states of a segment, without ``step`` and ``wgrad=gaps``."""
         free = {
             key: [value for value in values if value != "gaps"]
             for key, values in self.free.items()
@@ -61,29 +61,29 @@ class Space:
         return [dict(zip(free, values, strict=True)) for values in product(*free.values())]
 
     def starts(self) -> Iterator[Choice]:
-        """Yield the choices whose segments all do alike, as far as they are free."""
+        """Yield the choices whose segments are all in the same state, as far as they are free."""
         for step in self.free.get("step", (self.first.segments[0].step,)):
             for state in self.states:
                 for order in self.orders:
                     yield order.changed(None, **state, step=step)
 
     def along(self, choice: Choice) -> Iterator[Iterator[Choice]]:
-        """Yield the choices along each coordinate: each segment, and the order."""
+        """Yield, for each coordinate, the choices that differ in this coordinate alone."""
         for number in reversed(range(len(choice.segments))):  # whose backwards come first
             yield (self._with(choice, {number: state}) for state in self.states)
         yield (replace(order, segments=choice.segments) for order in self.orders)
 
     def exchanges(self, choice: Choice) -> Iterator[Choice]:
-        """Yield choices in which two segments have changed what they do."""
+        """Yield the choices in which two segments have exchanged their states."""
         for a, b in combinations(range(len(choice.segments)), 2):
             one, two = (self._state(choice.segments[number]) for number in (a, b))
             if one != two:
                 yield self._with(choice, {a: two, b: one})
 
     def in_gaps(self, choice: Choice) -> Iterator[Choice]:
-        """Yield the choice with weight gradients in the gaps of its order, if that is free.
+        """Yield the choice with weight gradients in gaps, if ``wgrad`` is free.
 
-        More forwards ahead leave other gaps.
+        Orders with other numbers of forwards ahead follow, since their gaps differ.
         """
         if "gaps" in self.free.get("wgrad", ()):
             for order in self.orders:
@@ -107,13 +107,14 @@ class Descent:
     """Searches a space for the choices that are predicted to be the fastest.
 
     Args:
-        most_actions: how many are simulated; the first choice is simulated in any case.
+        most_actions: a limit on simulated actions; the first choice is simulated in any case.
 
     Attributes:
-        found: what was simulated; None could not run, did not fit, or would have been too much.
+        found: predictions by choice; None for one that cannot run, does not fit into memory, or
+            exceeded the limit.
 
     Raises:
-        PlanError: the choice where the search begins cannot run.
+        PlanError: the first choice cannot run.
     """
 
     def __init__(self, judge: JudgeOf, space: Space, most_actions: int = MOST_ACTIONS) -> None:
@@ -124,18 +125,18 @@ class Descent:
 
     @property
     def best(self) -> Predicted:
-        """The prediction for the choice of the least price; the first one, if none fits."""
+        """The prediction with the least price; the first choice's if none fits into memory."""
         if not self.found:
             self.run()
         return self.found[min(self.found, key=self.price)] or self.first
 
     def to_try(self) -> list[Predicted]:
-        """Return at most two choices worth trying, besides the first one; the faster one first.
+        """Return at most two choices worth trying beside the first choice; the faster one first.
 
-        One is the fastest. The other is the fastest of another kind, whose prediction rests on
-        other assumptions: with steps in their iteration, if the first carries them and clipping
-        decides what that gains; else without reductions to shards that start between weight
-        gradients, or with nothing changed but the order.
+        One is the fastest. The other is the fastest of a second kind, whose prediction rests on
+        other assumptions. If ``step`` is free, one kind carries steps, whose gain clipping decides.
+        Else one kind starts reductions to shards between weight gradients, if any choice does. Else
+        one kind changes nothing but the order.
         """
         if not self.found:
             self.run()
@@ -158,24 +159,24 @@ class Descent:
             else:
                 kind = self.memory(one.choice) > 0
                 if not kind and not kinds:
-                    return [one]  # an order and nothing else
+                    return [one]  # it changes nothing but the order
             kinds.setdefault(kind, one)
         return list(kinds.values())
 
     def run(self) -> None:
-        """Simulate until nothing is faster, or too much was simulated."""
+        """Simulate until nothing is faster, or the limit is reached."""
         self.price(self.space.first)
         starts = sorted(dict.fromkeys(self.space.starts()), key=self.price)
         starts = [start for start in starts if self.price(start) < inf]
         kinds = [[start for start in starts if start.carries == carries] for carries in (0, 1)]
         for kind, others in zip(kinds, (kinds[1], ()), strict=True):
-            kept = self._left // 2 if others else 0  # a run needs both, where steps may be clipped
+            kept = self._left // 2 if others else 0  # a run that may clip needs both kinds
             self._left -= kept
             self._improve(kind)
             self._left += kept
 
     def _improve(self, starts: Iterable[Choice]) -> None:
-        """Descend from each start, and exchange segments where that ends near the best so far."""
+        """Descend from each start; if the result is near the best so far, try exchanges."""
         best: Choice | None = None
         for start in starts:
             end = self._descended(start)
@@ -186,13 +187,13 @@ class Descent:
             self._best(best, self.space.in_gaps(best))
 
     def memory(self, choice: Choice) -> int:
-        """Return how many segments take memory; all that follow their own backwards are one."""
+        """Return how many segments take extra memory; all with ``wgrad=behind`` count as one."""
         places = [segment.wgrad for segment in choice.segments]
         apart = places.count("last") + places.count("gaps") + ("behind" in places)
         return apart + len(choice.where(optimizer="replicated"))
 
     def price(self, choice: Choice) -> float:
-        """Return the seconds of a choice, and a little for each segment that takes memory."""
+        """Return a choice's seconds, plus `LEAST_GAIN` for each segment with extra memory."""
         if choice not in self.found:
             self.found[choice] = self._predicted(choice)
         found = self.found[choice]
@@ -212,7 +213,7 @@ class Descent:
         return predicted if predicted.seconds < inf else None
 
     def _descended(self, choice: Choice) -> Choice:
-        """Return a choice that no change of one coordinate makes faster."""
+        """Return the end of a descent: no change of one coordinate makes it faster."""
         while True:
             start = choice
             for others in self.space.along(choice):
@@ -221,7 +222,7 @@ class Descent:
                 return choice
 
     def _exchanged(self, choice: Choice) -> Choice:
-        """Return one that no exchange makes faster either; there are many of these."""
+        """Return a choice that no exchange of two segments makes faster either."""
         while True:
             other = self._best(choice, self.space.exchanges(choice))
             if other == choice:
@@ -234,7 +235,7 @@ class Descent:
 
 
 def _with_costs(space: Space, judge: Judge) -> Space:
-    """Return the space without the values that nothing is known of, or that change nothing."""
+    """Return the space without values whose costs are unknown, or that change nothing."""
     free = {**space.free}
     if not any(judge.costs.grad_sync_s):
         free.pop("step", None)
@@ -248,7 +249,7 @@ def _with_costs(space: Space, judge: Judge) -> Space:
 def orders_worth_trying(
     judge: JudgeOf, first: Choice, *, keeps_forwards: bool = False
 ) -> list[Choice]:
-    """Return a choice, and it in the other orders that its model chunks can run in.
+    """Return a choice, and the same choice in other orders that may be faster.
 
     Args:
         keeps_forwards: whether forwards have to keep their order, as with dropout.
@@ -268,19 +269,19 @@ def orders_worth_trying(
 
 
 def with_other_forwards_ahead(judge: Judge) -> list[Choice]:
-    """Return a choice with other numbers of forwards ahead that may take the least time."""
+    """Return the judge's choice with each other number of forwards ahead that may be fastest."""
     first = judge.job.choice
     usual = first.ahead or FORWARDS_AHEAD[first.schedule]
-    numbers = worth_trying(judge.costs, judge.job.num_ranks, judge.job.num_microbatches)
+    numbers = useful_forwards_ahead(judge.costs, judge.job.num_ranks, judge.job.num_microbatches)
     return [replace(first, ahead=number) for number in numbers if number != usual]
 
 
-def worth_trying(costs: Costs, num_ranks: int, num_microbatches: int) -> range:
-    """Return the numbers of forwards ahead that may take the least time.
+def useful_forwards_ahead(costs: Costs, num_ranks: int, num_microbatches: int) -> range:
+    """Return the numbers of forwards ahead that may be fastest.
 
-    The largest is two more than are needed to hide the transfers: on a shared link these can still
-    help while the pipeline fills. It is below the number of micro-batches, with which the last rank
-    but one already runs all forwards first.
+    The largest is two more than hide the transfers, which can help on a shared link while the
+    pipeline fills. It is smaller than the number of micro-batches, with which the last rank but one
+    already runs all forwards first.
     """
     forward_s, backward_s = max(
         zip(costs.forward_s[-num_ranks:], costs.backward_s[-num_ranks:], strict=True), key=sum

@@ -1,4 +1,4 @@
-"""Explains why a search has found nothing, with the nearest sizes that would work."""
+"""Explanations why a search has found nothing, with the nearest sizes that would work."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -17,13 +17,13 @@ _FLAGS: dict[str, tuple[str, Callable[[Candidate], int]]] = {
     "num_segments": ("--segments", lambda c: c.num_segments),
     "microbatch_size": ("--micro-batch-size", lambda c: c.setup.microbatch_size),
 }
-"""The sizes that can be given: their names in `fold3d search`, and their place in a candidate."""
+"""The sizes that can be fixed: the name in `fold3d search`, and the place in a candidate."""
 
 
-def nothing_divides(
+def no_split_message(
     shape: ModelShape, cluster: Cluster, global_batch_size: int, given: Mapping[str, Any]
 ) -> str:
-    """Return which of the given sizes divides nothing, and which values would."""
+    """Return a message with the given sizes that cannot divide the job, and values that can."""
     sizes = {name: value for name, value in given.items() if name in _FLAGS}
     job = f"{shape.name} on {cluster.num_gpus} GPUs with a batch of {global_batch_size}"
     for name, value in sizes.items():
@@ -40,7 +40,7 @@ def nothing_divides(
     return f"{found}; {fix}try a batch that is a multiple of the number of GPUs"
 
 
-def nothing_fits(
+def no_fit_message(
     shape: ModelShape,
     cluster: Cluster,
     global_batch_size: int,
@@ -49,12 +49,11 @@ def nothing_fits(
     found: Iterable[Bounded],
     bounds_on: Callable[[Cluster], Callable[[Candidate], Bounded]],
 ) -> str:
-    """Return how much memory is missing, and with which sizes the model does fit.
+    """Return a message with the missing memory, and with sizes with which the model fits.
 
     Args:
-        found: candidates that divide evenly and are too large.
-        bounds_on: returns, for a cluster, the function that bounds its candidates.
-        usable: the part of a GPU's memory that a run may hold.
+        found: candidates that are too large for memory.
+        bounds_on: returns, for a cluster, the function that bounds candidates on it.
     """
     need = min(b.device_bytes for b in found) / USABLE_MEMORY
     message = (

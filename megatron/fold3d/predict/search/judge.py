@@ -1,7 +1,7 @@
-"""The judge: how long an iteration of a choice takes, by simulation.
+"""The judge predicts by simulation how long an iteration of a choice takes.
 
-Training, the planner, `fold3d simulate` and ``--check`` ask it, each with its own costs: measured
-times, numbers, or a model on a cluster.
+Training, the planner, `fold3d simulate` and ``--check`` use it, each with its own costs: measured
+times, given numbers, or estimates for a model on a cluster.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,10 +24,10 @@ from megatron.fold3d.predict.simulator.simulate import steady_state
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """A job, simulated.
+    """The simulation of a job.
 
     Attributes:
-        job: what ran, with the weight gradients that fill gaps, and with its shares.
+        job: the simulated job, with its placed weight gradients and its shares of DP.sync.
     """
 
     job: Job
@@ -36,7 +36,7 @@ class Simulated:
 
     @property
     def seconds(self) -> float:
-        """Of a steady iteration."""
+        """The seconds of a steady iteration."""
         return self.timeline.period_s
 
 
@@ -45,16 +45,16 @@ class Judge:
     """Predicts the iterations of a job.
 
     Attributes:
-        costs: of its stages; of one that steps shards, of reduce-scatters and all-gathers.
+        costs: costs of the stages; of reduce-scatters and all-gathers if the job steps shards.
         may_receive_early: whether the run may post its receives early instead of late.
-        transfers: whether transfers are simulated where the plan has them: they matter where
-            streams share queues, and in pairs. Else a result is sent when its computation ends.
-        cuts_slices: whether DP.sync of a choice with slices is simulated in slices. Where streams
-            share no queue these hold up nothing, and need not be.
-        has_room: tells whether memory has room for a plan; without room it is not simulated.
-        fits: tells whether memory had room for iterations; those that fit go first.
-        held: what micro-batches and ranks may hold of an order whose weight gradients fill gaps, in
-            bytes; without it, or with a limit of the choice, micro-batches are counted.
+        transfers: whether SEND and RECV are simulated as actions, which matters if streams share
+            queues, and in pairs. Otherwise a result is sent when its computation ends.
+        cuts_slices: whether slices of DP.sync are simulated. Where streams share no queue, slices
+            delay nothing and can be left out.
+        has_room: tells from a plan whether memory has room; otherwise the plan is not simulated.
+        fits: tells from a simulation whether it fits into memory; one that fits is preferred.
+        held: bytes of micro-batches, and limits of ranks, for weight gradients in gaps. With None,
+            or if the choice has ``held``, the number of micro-batches is limited instead.
     """
 
     job: Job
@@ -69,7 +69,7 @@ class Judge:
 
     @property
     def num_actions(self) -> int:
-        """How many computations a prediction simulates, roughly."""
+        """The approximate number of computations that a prediction simulates."""
         order, choice = self.job.computed, self.job.choice
         once = sum(map(len, order.programs))
         places = 3 * order.num_segments if choice.fills_gaps else 1
@@ -86,7 +86,7 @@ class Judge:
         return Predicted(job=found.job, seconds=found.seconds if self.fits(found) else inf)
 
     def simulated(self) -> Simulated:
-        """Return the fastest iterations, with weight gradients in any of the gaps.
+        """Return the fastest simulation over receives, and over placements of weight gradients.
 
         Raises:
             PlanError: the job cannot run, or memory has no room.
@@ -98,17 +98,17 @@ class Judge:
     def _fastest(self) -> Simulated | None:
         plans = [(job, self._lowered(job)) for job in self._jobs()]
         found = [self._run(job, plan) for job, plan in plans if self.has_room(plan)]
-        if len(found) == 1:  # reading a long timeline takes time
+        if len(found) == 1:  # `fits` and `seconds` read the whole timeline
             return found[0]
         return min(found, key=lambda one: (not self.fits(one), one.seconds), default=None)
 
     def _jobs(self) -> Iterator[Job]:
-        """Yield the job with its order, and what it is with weight gradients in different gaps.
+        """Yield the job with each order to compare: each time of receives, each placement.
 
-        If memory has no room for them, they stay in their backwards.
+        Weight gradients stay in their backwards if memory has no room to delay them.
 
         Raises:
-            PlanError: the costs have no time of weight gradients to place.
+            PlanError: weight gradients are to be placed, and the costs have no time for them.
         """
         jobs, order = [self.job], self.job.computed
         if self.may_receive_early and self.job.receives_late:
@@ -123,18 +123,18 @@ class Judge:
         yield from (replace(job, order=order) for job in jobs for order in orders)
 
     def _lowered(self, job: Job) -> Plan:
-        """Return the plan of a job as it is simulated: with whole sums, unless it has slices."""
+        """Return the plan to simulate; sums are cut into slices once shares are known."""
         choice = replace(job.choice, slices=self.cuts_slices and bool(job.shares))
         return lower(replace(job, choice=choice), transfers=self.transfers)
 
     def _run(self, job: Job, plan: Plan) -> Simulated:
-        """Simulate a plan whose sums are whole; first find the shares, and cut the slices."""
+        """Simulate a plan; if it carries sums, first choose their shares and lower it again."""
         choice, costs, link = job.choice, self.costs, self.link
         if not choice.carries:
-            costs = _stepping_last(costs, job.num_ranks)
+            costs = _with_steps_last(costs, job.num_ranks)
         else:
             shares = (choice.share or 0.0,) * plan.num_stages
-            if choice.share is None:  # slices hold up nothing: shares as if nothing could
+            if choice.share is None:  # with slices DP.sync delays nothing, as without queues
                 alone = replace(link, device=None) if self.cuts_slices else link
                 shares = auto_shares(plan, costs, alone)
             job = replace(job, shares=shares)
@@ -143,8 +143,8 @@ class Judge:
         return Simulated(job=job, plan=plan, timeline=timeline)
 
 
-def _stepping_last(costs: Costs, num_ranks: int) -> Costs:
-    """Charge the optimizer's step to the stages that end last, when all gradients are there."""
+def _with_steps_last(costs: Costs, num_ranks: int) -> Costs:
+    """Move each rank's optimizer steps to its first segment, whose gradients are complete last."""
     if not (steps := costs.optimizer_s):
         return costs
     first = tuple(sum(steps[rank::num_ranks]) for rank in range(num_ranks))
@@ -152,7 +152,7 @@ def _stepping_last(costs: Costs, num_ranks: int) -> Costs:
 
 
 def stage_times(costs: Costs) -> StageTimes:
-    """Return the times that the placement of weight gradients needs.
+    """Return the seconds of forwards, backwards, weight gradients and transfers, for placement.
 
     Raises:
         PlanError: the costs have no separate time for weight gradients.

@@ -1,8 +1,8 @@
-"""Extrapolates an iteration with thousands of micro-batches from three iterations with fewer.
+"""Extrapolation of an iteration with thousands of micro-batches from three with fewer.
 
 Between its ramps a schedule repeats itself: each group of micro-batches adds the same amount to
-each measure. So measures grow linearly with the number of groups, and the rest need not be
-simulated. Extrapolation requires all of the following; otherwise all micro-batches are simulated:
+each measure. So measures grow linearly with the number of groups. Extrapolation requires all of the
+following; otherwise all micro-batches are simulated:
 
 - Three iterations, a group apart, lie on one line in all measures.
 - In the middle of each segment's forwards, and of its backwards, all ranks keep the same pace. If a
@@ -23,32 +23,32 @@ from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.search.bounds import least_iteration_s
 from megatron.fold3d.predict.search.candidates import Candidate
 
-_LEAST_SAVED = 3  # times as many micro-batches as the three together, or little is gained
-_ALIKE = 1e-10  # relative: sums of the same seconds in another order
-_LEAST_S = 1e-12  # of a group; without any computation nothing is ever hidden
-_FAR = 1 << 20  # groups; from here on the bottleneck alone says how long they take
+_LEAST_SAVED = 3  # the iteration has at least this many times the micro-batches of the three
+_ALIKE = 1e-10  # relative error of sums of the same seconds in another order
+_LEAST_S = 1e-12  # seconds of a group; avoids a division by zero without computation
+_FAR = 1 << 20  # groups; with more of them, only the bottleneck's time grows
 
 
 def measures(timeline: Timeline) -> tuple[float, ...]:
-    """Return the measures of a candidate: the time of its iteration, and its parts."""
+    """Return the measures of a timeline: the iteration's seconds, then its exposed seconds."""
     return timeline.period_s, *mean(exposure(timeline))
 
 
-def extended(
+def extrapolated(
     candidate: Candidate,
     estimate: Estimate,
     simulated: Callable[[Candidate], Timeline],
     measures: Callable[[Timeline], tuple[float, ...]] = measures,
 ) -> tuple[float, ...] | None:
-    """Return the measures of a candidate, or None if only all of its micro-batches can tell.
+    """Return the extrapolated measures of a candidate, or None if extrapolation may be wrong.
 
     Args:
-        estimate: its costs, which do not depend on the number of micro-batches.
-        measures: returns the measures of an iteration, its seconds first.
+        estimate: the candidate's costs, which do not depend on the number of micro-batches.
+        measures: returns the measures of a timeline, the iteration's seconds first.
     """
-    if not may_be_extended(candidate, estimate):
+    if not can_extrapolate(candidate, estimate):
         return None
-    numbers, group = _numbers(candidate, estimate), _group(candidate)
+    numbers, group = _three_sizes(candidate, estimate), _group(candidate)
     group_s = _bottleneck_s(candidate, estimate, group)
     timelines = [simulated(with_microbatches(candidate, number)) for number in numbers]
     first, second, third = map(measures, timelines)
@@ -68,39 +68,39 @@ def extended(
 def iteration_s(
     candidate: Candidate, estimate: Estimate, simulated: Callable[[Candidate], Timeline]
 ) -> float:
-    """Return the seconds of a candidate's iteration, with arguments as of `extended`."""
-    line = extended(candidate, estimate, simulated)
+    """Return the seconds of an iteration, extrapolated if possible: see `extrapolated`."""
+    line = extrapolated(candidate, estimate, simulated)
     return simulated(candidate).period_s if line is None else line[0]
 
 
-def may_be_extended(candidate: Candidate, estimate: Estimate) -> bool:
+def can_extrapolate(candidate: Candidate, estimate: Estimate) -> bool:
     """Return True if extrapolation from three iterations may be exact and saves time."""
-    few = candidate.num_microbatches < _LEAST_SAVED * sum(_numbers(candidate, estimate))
+    few = candidate.num_microbatches < _LEAST_SAVED * sum(_three_sizes(candidate, estimate))
     return not few and not _has_a_limit(candidate, estimate)
 
 
 def with_microbatches(candidate: Candidate, number: int) -> Candidate:
-    """Return the candidate with another number of micro-batches; one group of all stays one."""
+    """Return the candidate with another number of micro-batches; a group of all stays so."""
     if candidate.choice.group == candidate.num_microbatches:
         candidate = candidate.with_options(group=number)
     return replace(candidate, num_microbatches=number)
 
 
 def _group(candidate: Candidate) -> int:
-    """Return after how many micro-batches the schedule repeats itself, as an even number.
+    """Return the period of the schedule in micro-batches.
 
-    It is even because ranks that share a link, and receives with one hardware queue, alternate with
-    a period of two. Where pairs do, the period is two pairs.
+    The period is even, since ranks that share a link, and receives with one hardware queue,
+    alternate between micro-batches, or between pairs.
     """
     period = 4 if candidate.choice.pairs else 2
     return lcm(period, candidate.group) if candidate.group < candidate.num_microbatches else period
 
 
-def _numbers(candidate: Candidate, estimate: Estimate) -> tuple[int, int, int]:
-    """Return three numbers with at least one group between the ramps, and longer than DP.sync."""
+def _three_sizes(candidate: Candidate, estimate: Estimate) -> tuple[int, int, int]:
+    """Return three numbers of micro-batches, which outlast the ramps and twice a rank's DP.sync."""
     costs, ranks, group = estimate.costs, candidate.num_ranks, _group(candidate)
     ramps = 2 * group
-    if candidate.group == candidate.num_microbatches:  # no segments that take turns
+    if candidate.group == candidate.num_microbatches:  # segments do not alternate
         ramps = 2 * ranks * (candidate.choice.ahead or 2)
     synced_s = max(
         sum(costs.grad_sync_s[rank::ranks]) + sum(costs.param_gather_s[rank::ranks])
@@ -113,14 +113,14 @@ def _numbers(candidate: Candidate, estimate: Estimate) -> tuple[int, int, int]:
 
 
 def _bottleneck_s(candidate: Candidate, estimate: Estimate, group: int) -> float:
-    """Return a lower bound of the time of a group."""
+    """Return the seconds that one more group adds to the lower bound on an iteration."""
     far, further = (with_microbatches(candidate, n * group) for n in (_FAR, 2 * _FAR))
     more_s = least_iteration_s(further, estimate) - least_iteration_s(far, estimate)
     return more_s / _FAR
 
 
 def _keeps_pace(timeline: Timeline, microbatch: int, group: int, near_s: float) -> bool:
-    """Return True if a group takes all ranks equally long, from a micro-batch in the middle on."""
+    """Return True if all ranks take equally long from a micro-batch to the one a group later."""
     last = max((span.iteration for spans in timeline.ranks for span in spans), default=0)
     paces: dict[tuple[int, Op], list[float]] = {}
     for spans in timeline.ranks:
@@ -138,10 +138,9 @@ def _keeps_pace(timeline: Timeline, microbatch: int, group: int, near_s: float) 
 
 
 def _has_a_limit(candidate: Candidate, estimate: Estimate) -> bool:
-    """Return True if a limit may be reached at some number of micro-batches.
+    """Return True if more micro-batches may reach a limit, so that measures do not grow linearly.
 
-    The limit is memory, for delayed weight gradients and late copies, or the time for which
-    transfers may pause DP.sync.
+    Memory limits delayed weight gradients and late copies; a budget limits pauses of DP.sync.
     """
     costs = estimate.costs
     copies = zip(costs.offload_s + costs.reload_s, costs.forward_s + costs.backward_s, strict=True)

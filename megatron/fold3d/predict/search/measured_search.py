@@ -1,4 +1,4 @@
-"""The search of a run, from its measured times."""
+"""The search for the choices that a run with ``--schedule auto`` tries, from its measured times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,15 +23,15 @@ from megatron.fold3d.predict.simulator.link import Link
 
 
 def predictions(*, job: Job, shards: bool = False, **question: Any) -> Predictions:
-    """Return what is predicted for a run.
+    """Return the predictions for a run's first choice, and for the choices worth trying.
 
     Args:
-        shards: whether the distributed optimizer is predicted too.
+        shards: whether to predict the first choice with the distributed optimizer too.
         question: the other arguments of `measured_search`.
     """
     search = partial(measured_search, **question)
     found = search(job=job)
-    # What memory has no room for is not tried: a first choice that fills gaps then fills none.
+    # If memory has no room for weight gradients in gaps, the first choice leaves them in backwards.
     has_room = found.first.seconds < inf
     first = found.first if has_room else replace(found.first, job=job)
     sharded = None
@@ -52,12 +52,13 @@ def measured_search(
     shard_shares: tuple[tuple[float, float], ...] = (),
     preemptive: bool = False,
 ) -> Descent:
-    """Return the search of a run that has measured ``times``; DP.sync is of all-reduces.
+    """Return the search of a run.
 
     Args:
-        job: what runs, or what the flags say; what is free begins with its values. Its order, if
-            it has one, has no weight gradients in gaps.
-        keeps_forwards: whether forwards have to keep their order.
+        times: measured times; DP.sync is that of an all-reduce.
+        job: the running job, or the job of the flags; the search begins with its choice. Its
+            ``order``, if any, has no weight gradients in gaps.
+        keeps_forwards: whether forwards have to keep their order, as with dropout.
     """
     parts = zip(times.backward_s, times.recompute_s, times.weight_s, strict=True)
     costs = Costs(

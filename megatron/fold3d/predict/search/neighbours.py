@@ -1,4 +1,4 @@
-"""Variations that are worth trying on a good candidate, and too many to try on all."""
+"""Variations of a candidate, which a search tries on the best candidates alone."""
 
 from collections.abc import Iterator, Set
 from dataclasses import replace
@@ -11,25 +11,25 @@ from megatron.fold3d.predict.search.candidates import Assumption, Candidate
 def neighbours(
     candidate: Candidate, num_layers: int, assumed: Set[Assumption] = frozenset()
 ) -> Iterator[Candidate]:
-    """Yield candidates that differ from a good one in one choice."""
+    """Yield candidates that differ from this one in one choice."""
     yield from _with_other_groups(candidate)
-    yield from _with_a_lighter_end(candidate, num_layers)
+    yield from _with_lighter_last_stage(candidate, num_layers)
     yield from with_other_sums(candidate)
     yield from _with_other_forwards_ahead(candidate)
     yield from recomputed_and_paired(candidate, assumed)
-    yield from _in_another_order(candidate)
+    yield from _in_other_rank_order(candidate)
     if "delay-weight-grads" in assumed and candidate.shards == "off":
         yield from _with_placed_weight_grads(candidate)
         yield from _with_delayed_weight_grads(candidate)
 
 
 def recomputed_and_paired(candidate: Candidate, assumed: Set[Assumption]) -> Iterator[Candidate]:
-    """Recomputation before the gradient arrives, pairs of micro-batches, and both."""
+    """Yield variants with recomputation before the gradient arrives, with pairs, and with both."""
     c = candidate
     if c.is_stock or c.offload or c.choice.splits:
         return
     early = "recompute-early" in assumed and c.setup.recompute == "full"
-    # What training refuses beside pairs.
+    # Training refuses pairs beside these.
     alone = not (c.choice.carries or c.preemptive or c.choice.group) and c.shards == "off"
     sends = c.setup.tensor_parallel > 1 or c.setup.expert_parallel > 1
     paired = "overlap-tensor-parallel" in assumed and sends and alone
@@ -41,7 +41,7 @@ def recomputed_and_paired(candidate: Candidate, assumed: Set[Assumption]) -> Ite
 
 
 def _with_other_groups(candidate: Candidate) -> Iterator[Candidate]:
-    """Micro-batch groups between one per rank and all."""
+    """Yield other sizes of groups, between one micro-batch per rank and all micro-batches."""
     ranks, microbatches = candidate.num_ranks, candidate.num_microbatches
     if candidate.schedule == "interleaved":
         for size in range(ranks + 1, microbatches):
@@ -50,10 +50,10 @@ def _with_other_groups(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def with_other_sums(candidate: Candidate) -> Iterator[Candidate]:
-    """Stock with DP.sync that starts on each rank alone, or in several optimizer instances.
+    """Yield stock with DP.sync that is not aligned over ranks, or in several optimizer instances.
 
-    Instances reduce to shards among neighbours, and sum these over all instances; parameters are
-    gathered among neighbours again. In a pipeline, stock's first batch is right only unaligned.
+    An instance reduces to shards among neighbours, sums the shards over all instances, and gathers
+    parameters among neighbours. In a pipeline, stock gets its first batch wrong if also aligned.
     """
     setup = candidate.setup
     if not candidate.is_stock or setup.most_replicas == 1:
@@ -67,8 +67,8 @@ def with_other_sums(candidate: Candidate) -> Iterator[Candidate]:
                 yield replace(candidate, setup=in_several, aligned=candidate.num_ranks == 1)
 
 
-def _with_a_lighter_end(candidate: Candidate, num_layers: int) -> Iterator[Candidate]:
-    """Move one layer from the last stage, which has the head, to a rank in the middle."""
+def _with_lighter_last_stage(candidate: Candidate, num_layers: int) -> Iterator[Candidate]:
+    """Yield the candidate with one layer moved from the last stage, which has the head."""
     ranks, num_stages = candidate.num_ranks, candidate.num_ranks * candidate.num_segments
     layers = list(candidate.layers or (num_layers // num_stages,) * num_stages)
     if ranks > 1 and layers[-1] > 1:
@@ -78,7 +78,7 @@ def _with_a_lighter_end(candidate: Candidate, num_layers: int) -> Iterator[Candi
 
 
 def _with_other_forwards_ahead(candidate: Candidate) -> Iterator[Candidate]:
-    """More forwards ahead for slower transfers, and fewer for less memory."""
+    """Yield variants with more forwards ahead, for slow transfers, and fewer, for less memory."""
     if candidate.is_stock or candidate.offload or candidate.num_ranks == 1:
         return
     if candidate.schedule == "aiao":
@@ -86,8 +86,8 @@ def _with_other_forwards_ahead(candidate: Candidate) -> Iterator[Candidate]:
     yield candidate.with_options(ahead=3)
 
 
-def _in_another_order(candidate: Candidate) -> Iterator[Candidate]:
-    """Pipeline ranks next to each other, where replicas are; or the other way round."""
+def _in_other_rank_order(candidate: Candidate) -> Iterator[Candidate]:
+    """Yield the candidate in the other order of pipeline ranks and replicas: see `Order`."""
     setup = candidate.setup
     if candidate.num_ranks > 1 and setup.data_parallel > 1:
         order: Order = "tp-pp-dp" if setup.order == "tp-dp-pp" else "tp-dp-pp"
@@ -95,10 +95,10 @@ def _in_another_order(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def units(num_segments: int, *, tied: bool) -> tuple[Segments, ...]:
-    """Return what every replica may step in full: single segments, or those that go together.
+    """Return the sets of segments that every replica may step in full: each segment alone.
 
     Args:
-        tied: whether the first and the last segment share parameters, and so go together.
+        tied: whether the first and the last segment share parameters, and so form one set.
     """
     ends = {0, num_segments - 1} if tied else set()
     single = tuple((s,) for s in range(num_segments) if s not in ends)
@@ -109,12 +109,12 @@ def with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Ca
     """Yield a candidate with one segment that every replica steps in full, or with all of them.
 
     A replicated segment's gradients are all-reduced, which takes as long as a reduce-scatter and an
-    all-gather of them, and its parameters are not gathered. So its bytes move from the next forward
-    to the backward. This shortens the iteration if the all-gathers take longer than the forwards,
-    and the reduce-scatters less time than the backwards.
+    all-gather, and its parameters are not gathered. So traffic moves from the next forward to the
+    backward. This shortens the iteration if all-gathers take longer than the forwards, and
+    reduce-scatters less time than the backwards.
 
     Args:
-        tied: whether the model's ends share word embeddings, so that both are replicated or none.
+        tied: whether the first and last segment share word embeddings and are replicated together.
     """
     setup, ranks = candidate.setup, candidate.num_ranks
     sharded = setup.distributed_optimizer and setup.most_replicas > 1 and candidate.shards == "off"
@@ -128,10 +128,10 @@ def with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Ca
 
 
 def in_16_bits(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:
-    """Yield a candidate whose gradients travel in 16 bits, first what rounds them least.
+    """Yield the candidate with gradients summed in 16 bits, the least rounding first.
 
-    Training refuses all-to-alls beside some choices. Megatron refuses them where a chunk has more
-    than one bucket: its first and last one, if they share word embeddings.
+    Training refuses all-to-alls beside some choices. Megatron refuses them for a chunk with more
+    than one bucket, which tied word embeddings cause.
     """
     c, setup = candidate, candidate.setup
     if setup.fp32 or setup.small_gradients or setup.most_replicas == 1:
@@ -147,7 +147,7 @@ def in_16_bits(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:
 
 
 def with_coded_gathers(candidate: Candidate, bits: float) -> Iterator[Candidate]:
-    """Yield a candidate whose all-gathers send what a step has changed, if training can do so."""
+    """Yield the candidate with coded all-gathers of ``bits`` a parameter, if training has them."""
     c, setup = candidate, candidate.setup
     sharded = setup.distributed_optimizer and setup.most_replicas > 1 and not setup.fp32
     if sharded and bits and c.shards == "off" and not c.choice.carries:
@@ -155,7 +155,7 @@ def with_coded_gathers(candidate: Candidate, bits: float) -> Iterator[Candidate]
 
 
 def _with_placed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
-    """Weight gradients in the gaps, with 1F1B's forwards ahead (zero bubble) and with more."""
+    """Yield AIAO with weight gradients in gaps, for several numbers of forwards ahead."""
     if candidate.is_stock or candidate.offload or candidate.schedule != "aiao":
         return
     for ahead in (None, 1, 3):
@@ -163,11 +163,11 @@ def _with_placed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _with_delayed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
-    """Delay the weight gradients of one or two segments: those in the middle, or the last.
+    """Yield AIAO with delayed weight gradients of one or two segments in the middle or at the end.
 
-    Their DP.sync is not needed until their turn in the next forward. The first segment's is needed
-    at once, so it is the one to hide. The DP.sync that a delay pushes to the end of the iteration
-    has to reach into the next one.
+    The delayed computation hides DP.sync of the first segment, whose parameters are needed at once.
+    DP.sync of the delayed segments is pushed to the end of the iteration, and so reaches into the
+    next one, where their forwards come late.
     """
     setup, segments = candidate.setup, candidate.num_segments
     if candidate.schedule != "aiao" or candidate.offload or setup.most_replicas == 1:
@@ -180,5 +180,5 @@ def _with_delayed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
     middle = segments // 2
     for chosen in ((segments - 1,), (middle, segments - 1), (middle - 1, middle)):
         if chosen[0] > 0 and len(set(chosen)) == len(chosen):
-            for its in setups:
-                yield replace(candidate, setup=its).changed(chosen, wgrad="last")
+            for each_setup in setups:
+                yield replace(candidate, setup=each_setup).changed(chosen, wgrad="last")

@@ -1,12 +1,12 @@
-"""Choose a configuration: which schedule, how many segments, which (dp, pp, tp).
+"""Choose a configuration: the schedule, the number of segments, the parallel sizes.
 
-1. The costs alone give a candidate's memory, and a lower bound on the time of its iteration.
+1. A candidate's costs give its memory, and a lower bound on the time of its iteration.
 2. The candidates that fit are simulated in the order of their bounds, until no bound is below the
-   best times found. A short simulation without DP.sync tightens a bound first.
-3. Variations of the best ones follow, and other layers of their stages.
+   best times found. A short simulation without DP.sync first tightens a bound.
+3. Variations of the best candidates follow, and other numbers of layers in their stages.
 
 Our schedules and stock Megatron are searched side by side, so the answer can be that AIAO gains
-nothing. Training runs every candidate as it was simulated.
+nothing. Training can run every candidate as it was simulated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -30,7 +30,7 @@ from megatron.fold3d.predict.search.best_first import (
 from megatron.fold3d.predict.search.bounds import Bounded, rank_times
 from megatron.fold3d.predict.search.candidate_timeline import computed, many_queues_s
 from megatron.fold3d.predict.search.candidates import FREE, Assumption, Candidate, candidates
-from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
+from megatron.fold3d.predict.search.infeasible import no_fit_message, no_split_message
 from megatron.fold3d.predict.search.neighbours import (
     in_16_bits,
     neighbours,
@@ -40,10 +40,10 @@ from megatron.fold3d.predict.search.neighbours import (
 )
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
 
-_COUNTED = 6  # how many of those that recompute all layers are tried with fewer
-_IMPROVED = 3  # how many of the best candidates have their neighbours tried
-_MOST_PARTITIONS = 12  # layouts that the best of ours and of stock are simulated with
-_MOST_LAID_OUT = 20_000  # forwards of all these layouts
+_MOST_COUNTED = 6  # candidates with full recomputation that are tried with fewer recomputed layers
+_MOST_IMPROVED = 3  # best candidates whose neighbours are tried
+_MOST_PARTITIONS = 12  # layouts of layers that are simulated for each of the best candidates
+_MOST_LAID_OUT = 20_000  # forwards in the simulations of these layouts
 
 
 def search(
@@ -61,9 +61,9 @@ def search(
 
     Args:
         cluster: all of its GPUs are used.
-        assumed: features that are tried although no GPU has timed them.
-        gathered_bits: of a parameter, in coded all-gathers; 0 tries none.
-        progress: called with how many candidates were simulated, and how many there are.
+        assumed: features to try although no GPU has timed them.
+        gathered_bits: bits of a parameter in coded all-gathers; 0 tries no coded ones.
+        progress: called with the numbers of simulated candidates, and of all that may follow.
 
     Raises:
         ValueError: nothing divides evenly, or nothing fits.
@@ -78,18 +78,18 @@ def search(
             if judge.can_place(c)
         ]
         if not everything:
-            raise ValueError(nothing_divides(shape, cluster, global_batch_size, given))
+            raise ValueError(no_split_message(shape, cluster, global_batch_size, given))
         if "offload" not in assumed:
-            everything += map(judge.bounded, _that_memory_asks_to_offload(everything, judge.fits))
-        everything += [*_that_shards_make_fit(everything, judge)]
-        plain = _quickest_of_each(filter(judge.fits, everything))
+            everything += map(judge.bounded, _offload_variants(everything, judge.fits))
+        everything += [*_sharded_variants(everything, judge)]
+        plain = _without_slower_recomputation(filter(judge.fits, everything))
         fitting = [*plain]
-        kept = max(top, _IMPROVED)  # so that the answer is the same for every `top`
+        kept = max(top, _MOST_IMPROVED)  # so that the answer is the same for every `top`
         best = judge.best(fitting, kept)
         stock = judge.fastest(fitting, of_stock=True)
         if not best:
             raise ValueError(
-                nothing_fits(
+                no_fit_message(
                     shape,
                     cluster,
                     global_batch_size,
@@ -100,15 +100,15 @@ def search(
             )
         others = dict.fromkeys(
             other
-            for choice in (*best[:_IMPROVED], *stock)
+            for choice in (*best[:_MOST_IMPROVED], *stock)
             for other in neighbours(choice.candidate, shape.num_layers, assumed)
             if judge.can_place(other)
-            and (other.choice.group == choice.candidate.choice.group or judge.has_time_for(other))
-            and not judge.only_placed_otherwise(other, choice.candidate)
+            and (other.choice.group == choice.candidate.choice.group or judge.is_affordable(other))
+            and not judge.differ_only_in_rank_order(other, choice.candidate)
         )
-        others |= dict.fromkeys(_that_replicate(best[:_IMPROVED], tied=not shape.untied))
+        others |= dict.fromkeys(_replicated_variants(best[:_MOST_IMPROVED], tied=not shape.untied))
         if "recompute-layers" in assumed:
-            for counted in _recomputing_less(judge, fitting):
+            for counted in _with_fewer_recomputed(judge, fitting):
                 others |= dict.fromkeys((counted, *recomputed_and_paired(counted, assumed)))
         known = {item.candidate for item in fitting}
         better = [judge.bounded(other) for other in others if other not in known]
@@ -135,8 +135,8 @@ def search(
             best_stock=stock[0] if stock else None,
             considered=len(everything) + len(better),
             too_large=sum(not judge.fits(b) for b in everything),
-            in_16_bits=_varied(judge, (*best[:_IMPROVED], *stock), fitting, rounded),
-            coded=_varied(judge, (*best[:_IMPROVED], *stock), fitting, coded),
+            in_16_bits=_varied(judge, (*best[:_MOST_IMPROVED], *stock), fitting, rounded),
+            coded=_varied(judge, (*best[:_MOST_IMPROVED], *stock), fitting, coded),
             tried=tuple(judge.judged.values()),
         )
         chosen = found.ours
@@ -148,10 +148,10 @@ def search(
 
 
 def strongest_stock(shape: ModelShape, cluster: Cluster, ours: Candidate) -> JudgedCandidate | None:
-    """Return the fastest of stock's configurations in the layout of one of ours, if any fits.
+    """Return stock's fastest configuration in the layout of one of ours, if any fits.
 
-    It is found as `search` finds it: segments, groups, layers, recomputation and the optimizer are
-    open; precision, micro-batches and all sizes of parallelism are those of ours.
+    Precision, micro-batches and all parallel sizes stay. Segments, groups, layers, recomputation
+    and optimizer are searched, as in `search`.
     """
     setup = ours.setup
     plain = replace(setup, distributed_optimizer=False, gathered_bits=0.0, order=Setup().order)
@@ -161,17 +161,17 @@ def strongest_stock(shape: ModelShape, cluster: Cluster, ours: Candidate) -> Jud
     judge = BestFirst(shape, cluster)
     of_stock = (c for c in candidates(shape, cluster, batch, given) if c.is_stock)
     found = map(judge.bounded, filter(judge.can_place, of_stock))
-    return _strongest_stock(judge, ours, _quickest_of_each(filter(judge.fits, found)))
+    return _strongest_stock(judge, ours, _without_slower_recomputation(filter(judge.fits, found)))
 
 
 def judged(shape: ModelShape, cluster: Cluster, candidate: Candidate) -> JudgedCandidate:
-    """Return what one candidate is judged to be, whether or not it fits into memory."""
+    """Return one candidate's predicted time and memory, whether or not it fits into memory."""
     judge = BestFirst(shape, cluster)
     return judge.simulated(judge.bounded(candidate))
 
 
 def _partitioned(judge: BestFirst, choice: JudgedCandidate) -> Iterator[Candidate]:
-    """Yield a candidate with the layers of stages that make it fastest, if not its own."""
+    """Yield the candidate with the fastest numbers of layers per stage, if other than its own."""
     c = choice.candidate
     stages = c.num_ranks * c.num_segments
     start = c.layers or (judge.shape.num_layers // stages,) * stages
@@ -186,7 +186,7 @@ def _partitioned(judge: BestFirst, choice: JudgedCandidate) -> Iterator[Candidat
     best_s = inf
 
     def iteration_s(layers: Layers) -> float:
-        """Return the seconds of a layout or, of one that is not the best, a bound on them."""
+        """Return the seconds of a layout, or a lower bound if that shows it is not the best."""
         nonlocal best_s
         try:
             item = judge.bounded(with_layers(layers))
@@ -218,7 +218,7 @@ def _partitioned(judge: BestFirst, choice: JudgedCandidate) -> Iterator[Candidat
 
 
 def _refitted(judge: BestFirst, candidate: Candidate) -> Candidate:
-    """Return a candidate that recomputes as few layers as fit with its own split."""
+    """Return the candidate with the fewest recomputed layers with which it fits into memory."""
     c = replace(candidate, recompute_layers=())
     footprint = judge.estimate(c).footprint
     counts = fewest_recomputed(
@@ -227,29 +227,29 @@ def _refitted(judge: BestFirst, candidate: Candidate) -> Candidate:
     return replace(c, recompute_layers=counts)
 
 
-def _recomputing_less(judge: BestFirst, among: Sequence[Bounded]) -> Iterator[Candidate]:
-    """Yield the most promising candidates that recompute all layers, with as few as fit."""
+def _with_fewer_recomputed(judge: BestFirst, among: Sequence[Bounded]) -> Iterator[Candidate]:
+    """Yield the most promising candidates with full recomputation, recomputing fewer layers."""
     every_layer = (
         item
         for item in among
         if item.candidate.setup.recompute == "full"
         and not (item.candidate.is_stock or item.candidate.offload)
     )
-    for item in sorted(every_layer, key=lambda item: item.bound_s)[:_COUNTED]:
-        with suppress(ValueError):  # what is beside the activations was bounded more closely
+    for item in sorted(every_layer, key=lambda item: item.bound_s)[:_MOST_COUNTED]:
+        with suppress(ValueError):  # memory beside the activations had a closer bound before
             yield _refitted(judge, item.candidate)
 
 
 def _strongest_stock(
     judge: BestFirst, ours: Candidate, among: Iterable[Bounded]
 ) -> JudgedCandidate | None:
-    """Return the fastest of stock in the layout of one of ours, if any fits."""
+    """Return the fastest of stock's candidates, and of their variations, in the layout of ours."""
     alike = [item for item in among if item.candidate.layout == ours.layout]
     others = (
         other
         for choice in judge.fastest(alike, of_stock=True)
         for other in neighbours(choice.candidate, judge.shape.num_layers)
-        if judge.can_place(other) and judge.has_time_for(other)
+        if judge.can_place(other) and judge.is_affordable(other)
     )
     alike += filter(judge.fits, map(judge.bounded, dict.fromkeys(others)))
     for choice in judge.fastest(alike, of_stock=True):
@@ -258,7 +258,7 @@ def _strongest_stock(
 
 
 def _with_many_queues(judge: BestFirst, candidate: Candidate) -> tuple[float, float] | None:
-    """Return `many_queues_s` of a candidate that shares one queue and does not take long."""
+    """Return `many_queues_s` of a candidate with one queue, unless its simulation is long."""
     known = judge.estimate(candidate)
     forwards = candidate.num_ranks * candidate.num_segments * candidate.num_microbatches
     if known.cuda_connections != 1 or forwards > MOST_FORWARDS:
@@ -269,7 +269,7 @@ def _with_many_queues(judge: BestFirst, candidate: Candidate) -> tuple[float, fl
 def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate, ...]:
     """Put a plainer variant of the best choice first if it is at most 1% slower.
 
-    Delaying or replicating nothing is plainer than holding memory for it to gain under 1%.
+    A plainer variant delays fewer weight gradients, or replicates nothing, to hold less memory.
     """
     first = best[0]
     own = first.candidate
@@ -287,12 +287,12 @@ def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate,
     return best
 
 
-def _that_memory_asks_to_offload(
+def _offload_variants(
     all_: Sequence[Bounded], fits: Callable[[Bounded], bool]
 ) -> Iterator[Candidate]:
-    """Yield AIAO with offload for the splits of the model in which no AIAO fits without it.
+    """Yield AIAO with offload for each split of the model in which AIAO does not fit otherwise.
 
-    Only then is offload, which no GPU has timed, worth recommending.
+    Otherwise offload, which no GPU has timed, is not recommended.
     """
 
     def split(c: Candidate) -> tuple[object, ...]:
@@ -306,11 +306,11 @@ def _that_memory_asks_to_offload(
             yield replace(item.candidate, offload=True)
 
 
-def _that_shards_make_fit(all_: Sequence[Bounded], judge: BestFirst) -> Iterator[Bounded]:
-    """Yield AIAO in shards where memory has no room for it whole, with as few shards as will do.
+def _sharded_variants(all_: Sequence[Bounded], judge: BestFirst) -> Iterator[Bounded]:
+    """Yield AIAO with sharded weights, or also sharded gradients, where it does not fit otherwise.
 
-    What fits whole gains nothing from shards: they only add an all-gather. Gradients in shards add
-    no traffic to that of parameters.
+    A candidate that fits gains nothing from shards, since sharded weights add an all-gather.
+    Sharded gradients add no further traffic.
     """
     for item in all_:
         c = item.candidate
@@ -324,10 +324,10 @@ def _that_shards_make_fit(all_: Sequence[Bounded], judge: BestFirst) -> Iterator
                 break
 
 
-def _that_replicate(best: Iterable[JudgedCandidate], *, tied: bool) -> Iterator[Candidate]:
-    """Yield the best choice that can replicate segments with some of them.
+def _replicated_variants(best: Iterable[JudgedCandidate], *, tied: bool) -> Iterator[Candidate]:
+    """Yield variants with replicated segments of the best candidate that may gain from them.
 
-    They only move DP.sync from the forward to the backward: where it is hidden, nothing is gained.
+    Replication moves DP.sync from the forward to the backward. Only exposed DP.sync can gain.
     """
     for choice in best:
         exposed = choice.exposed.share(choice.exposed.grad_sync_s) >= WORTHWHILE
@@ -343,12 +343,12 @@ def _varied(
     fitting: Iterable[Bounded],
     variants: Callable[[Candidate], Iterable[Candidate]],
 ) -> tuple[JudgedCandidate, ...]:
-    """Return the best variants of ours and of stock, where they are faster.
+    """Return the fastest variant of ours and of stock, if faster than the best without variation.
 
-    Their sizes are those of the best without. Where the best of all has no replicas, none travel.
+    Only variants of candidates in the layouts of ``best`` are compared.
 
     Args:
-        variants: yields those of a candidate, if it has any.
+        variants: yields the variants of a candidate.
     """
 
     def sizes(c: Candidate) -> tuple[object, ...]:
@@ -370,10 +370,10 @@ def _varied(
     )
 
 
-def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:
-    """Keep, of candidates that differ only in recomputation, the one that recomputes least.
+def _without_slower_recomputation(among: Iterable[Bounded]) -> list[Bounded]:
+    """Of candidates that differ only in recomputation, keep the fastest by its bound.
 
-    All that offload are kept: for them, less recomputation means more to copy.
+    All candidates with offload are kept, since less recomputation means more copies for them.
     """
     chosen: dict[Candidate, Bounded] = {}
     for item in sorted(among, key=lambda b: (b.bound_s, b.device_bytes)):

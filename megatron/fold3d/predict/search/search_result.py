@@ -17,11 +17,11 @@ class JudgedCandidate:
     device_bytes: float
     exposed: Exposure
     host_bytes: float = 0.0
-    """Of one GPU's activations."""
+    """Bytes of one GPU's activations in host memory."""
 
     @property
     def limit(self) -> str:
-        """The name of what takes the most time beside computation."""
+        """The largest exposed part of the iteration and its share: "DP.sync 12%"."""
         row = self.exposed
         causes = {
             "bubble": row.bubble_s,
@@ -36,35 +36,35 @@ class JudgedCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The best configurations, fastest first, and how many were looked at."""
+    """The best configurations, fastest first, and how many were considered or too large."""
 
     best: tuple[JudgedCandidate, ...]
     best_stock: JudgedCandidate | None
     considered: int
     too_large: int
     same_layout: JudgedCandidate | None = None
-    """The best of stock in the layout of the best of ours, if any fits."""
+    """Stock's fastest candidate in the layout of our fastest candidate, if any fits."""
 
     tried: tuple[JudgedCandidate, ...] = ()
-    """All that were simulated."""
+    """All simulated candidates."""
     in_16_bits: tuple[JudgedCandidate, ...] = ()
-    """The best of ours and of stock whose gradients travel in 16 bits, if the others' do not."""
+    """The fastest of ours and of stock with gradients summed in 16 bits, if faster than in 32."""
 
     coded: tuple[JudgedCandidate, ...] = ()
-    """The best of our orders and of stock's whose all-gathers are coded, if that is faster."""
+    """The fastest in our orders and in stock's with coded all-gathers, if faster than without."""
 
     many_queues_s: tuple[float, float] | None = None
-    """What the choice takes with 32 hardware queues, if it was simulated with one: at least, and if
-    TP.sync is exposed that one queue may hide."""
+    """Bounds on the choice's seconds with 32 hardware queues, if it was simulated with one queue:
+    see `many_queues_s`."""
 
     @property
     def uncoded(self) -> JudgedCandidate | None:
-        """The best of our schedules that gathers whole parameters, if there is any."""
+        """Our fastest schedule that gathers whole parameters, if there is any."""
         return next((c for c in self.best if not c.candidate.is_stock), None)
 
     @property
     def ours(self) -> JudgedCandidate | None:
-        """The best that Megatron cannot run without us; the plainest if others gain too little."""
+        """The fastest that Megatron cannot run without us; a plainer one if it is nearly as fast."""
         plainest_first = [c for c in (self.uncoded, *reversed(self.coded)) if c is not None]
         best_s = min((c.iteration_s for c in plainest_first), default=0.0)
         near = (c for c in plainest_first if c.iteration_s < (1 + WORTHWHILE) * best_s)
@@ -72,14 +72,14 @@ class Search:
 
     @property
     def gain(self) -> float:
-        """By how much the best of ours is faster than the best of stock."""
+        """By which part our fastest candidate is faster than stock's: 0.1 is 10% faster."""
         if self.best_stock is None or self.ours is None:
             return 0.0
         return self.best_stock.iteration_s / self.ours.iteration_s - 1
 
     @property
     def choice(self) -> JudgedCandidate:
-        """The one to take: stock's unless ours is worthwhile."""
+        """The recommended candidate: stock's, unless ours gains at least `WORTHWHILE`."""
         if self.best_stock is None or (self.ours is not None and self.gain >= WORTHWHILE):
             return self.ours or self.best[0]
         return self.best_stock

@@ -1,4 +1,4 @@
-"""Simulate the iterations among which `policy.num_segments` and `policy.partition` choose."""
+"""Simulated iterations, from which `policy.num_segments` and `policy.partition` choose."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,17 +14,17 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import TOLERANCE
 
-WORTH_UNEVEN = 0.01  # measured times are not better than that
-# Layouts simulated for a number of segments: fewer where an iteration has more computations.
+WORTH_UNEVEN = 0.01  # relative error of measured times; uneven layers have to gain more
+# Layouts simulated for a number of segments: fewer if an iteration has more computations.
 _MOST_SIMULATED, _FEWEST_SIMULATED = 40, 4
-_MOST_FORWARDS = 20_000  # of all that are simulated
+_MOST_FORWARDS = 20_000  # in all simulated layouts
 
 
 def iterations(job: Job, num_segments: int, costs: Costs) -> Timeline:
     """Return iterations of a job until they are steady.
 
     Args:
-        job: what runs; all segments do what its first one does.
+        job: the job; all segments take the state of its first segment.
     """
     choice = replace(job.choice, segments=job.choice.segments[:1] * num_segments)
     link = Link(grad_sync_order="edf" if choice.carries else "fifo", preemptive=False)
@@ -35,8 +35,8 @@ def by_simulation(options: Iterable[int], costs: Callable[[int], Costs], job: Jo
     """Return the number of segments with the shortest steady iteration.
 
     Args:
-        options: numbers of segments that divide the layers; of equals, the lowest is taken.
-        costs: returns the costs of the stages, for each number of segments.
+        options: numbers of segments that divide the layers; the lowest wins a tie.
+        costs: returns the costs of the stages for a number of segments.
     """
     return by_iteration_time(
         {n: iterations(job, n, costs(n)).period_s for n in sorted(options)}, TOLERANCE
@@ -52,12 +52,12 @@ def with_layers(
 ) -> Segments:
     """Return the number of segments and the layers of stages with the shortest steady iteration.
 
-    Layers are uneven only where that gains 1%, or where no number of segments divides them.
+    Layers are uneven only if that gains `WORTH_UNEVEN`, or if no number of segments divides them.
 
     Args:
         num_layers: layers of the model, at least as many as there are stages.
-        fits: whether memory has room, from iterations of the same order, the layers, and those
-            that are as even as possible.
+        fits: tells whether memory has room, from a timeline of the same order, the layers of
+            stages, and the most even layers.
     """
     ranks = job.num_ranks
     most_even = {n: layers_of_stages(num_layers, ranks, n) for n in sorted(options)}
@@ -71,7 +71,7 @@ def with_layers(
         def iteration_s(layers: Layers) -> float:
             if layers == start:
                 return timeline.period_s
-            if not fits(timeline, layers, start):  # what is held when depends on the order alone
+            if not fits(timeline, layers, start):  # only the order decides when bytes are held
                 return inf
             return iterations(job, num_segments, costs(layers)).period_s
 

@@ -1,4 +1,4 @@
-"""The sensitivity of a predicted gain: how it changes if an assumption is off by half."""
+"""The sensitivity of a predicted gain to its assumptions, if each is wrong by half."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,21 +17,21 @@ _COMPARE = "train 20 iterations of both with scripts/slurm/compare.sbatch"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """By how much ours is faster than stock under an assumption."""
+    """The gain of ours over stock under one changed assumption; 0.1 is 10% faster."""
 
     assumption: str
     gain: float
     decides: str = "how stock and ours differ"
     measure: str = _COMPARE
-    """What tells whether the assumption holds."""
+    """How a user finds out whether the assumption holds."""
 
 
 def gains_if_off_by_half(
     shape: ModelShape, cluster: Cluster, ours: JudgedCandidate, stock: JudgedCandidate
 ) -> Iterator[Case]:
-    """Yield each assumption as it would be.
+    """Yield the gain of ``ours`` over ``stock`` for each assumption that is wrong by half.
 
-    The two configurations stay; with other numbers a search might find others.
+    The two configurations stay, although a search with other numbers might find better ones.
     """
 
     def seconds(judged: JudgedCandidate, on: Cluster, *, waits: bool = True) -> float:
@@ -50,7 +50,7 @@ def gains_if_off_by_half(
         value: float = getattr(cluster, name)
         for other in dict.fromkeys((value / 2, min(1.0, value * 1.5))):
             changed = replace(cluster, **{name: other})  # type: ignore[arg-type]
-            if name == "compute_efficiency":  # of measured layers too
+            if name == "compute_efficiency":  # scales measured layers too
                 rows = (
                     (*s, min(1.0, other / value * part)) for *s, part in cluster.layer_efficiencies
                 )

@@ -1,4 +1,4 @@
-"""One run, simulated: what `auto` leaves open in it is settled first, by simulated iterations.
+"""The prediction of one run: first each ``auto`` of its flags gets a value, by simulation.
 
 `--check` and `fold3d simulate` both predict runs here.
 """
@@ -14,7 +14,7 @@ from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.ops import WAYS
 from megatron.fold3d.plan.passes.pairs import check_pairs
-from megatron.fold3d.plan.passes.place_weight_grads import place_as_if_equal
+from megatron.fold3d.plan.passes.place_weight_grads import place_with_equal_times
 from megatron.fold3d.plan.schedules import check_sizes
 from megatron.fold3d.policy.partition import Layers, best_partition
 from megatron.fold3d.predict.cost_model.estimate import Estimate
@@ -24,7 +24,7 @@ from megatron.fold3d.predict.cost_model.sharded_footprint import sharded_footpri
 from megatron.fold3d.predict.search.bounds import rank_times
 from megatron.fold3d.predict.search.candidate_timeline import computed, judge_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.descent import Descent, Space, worth_trying
+from megatron.fold3d.predict.search.descent import Descent, Space, useful_forwards_ahead
 from megatron.fold3d.predict.search.judge import Judge, Simulated, stage_times
 
 _MOST_LAYOUTS = 100
@@ -32,16 +32,16 @@ _MOST_LAYOUTS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedRun:
-    """A run, and what its flags leave open: a candidate is what is left when that is settled.
+    """A run as a candidate, and the settings that its flags leave open.
 
     Attributes:
-        candidate: the run; its flags say its job, and once it is settled its order too.
-        usable_bytes: of a GPU's memory; None if it is not known.
-        auto_layers: whether the layers of each stage are to be chosen.
-        auto_recompute_layers: whether the number of layers that stages recompute is.
-        auto_ahead: whether the number of forwards ahead is.
-        auto_replicated: whether the segments are that every replica steps in full.
-        tied: whether the first and the last segment are then chosen alike.
+        candidate: the run; `settled` also fills in the order of its job.
+        usable_bytes: bytes of a GPU's memory that the run may hold; None if unknown.
+        auto_layers: whether to choose the layers of each stage.
+        auto_recompute_layers: whether to choose how many layers each stage recomputes.
+        auto_ahead: whether to choose the number of forwards ahead.
+        auto_replicated: whether to choose the segments that every replica steps in full.
+        tied: whether these must include both the first and the last segment, or neither.
     """
 
     candidate: Candidate
@@ -61,7 +61,7 @@ class PredictedRun:
         return self.estimate(self.candidate)
 
     def judge(self, choice: Choice) -> Judge:
-        """Return what predicts the run with a choice in place of its own."""
+        """Return the judge of the run with a choice in place of its own."""
         run = self if choice == self.candidate.choice else self._with(choice=choice)
         return judge_of(
             run.candidate,
@@ -71,11 +71,11 @@ class PredictedRun:
         )
 
     def simulated(self) -> Simulated:
-        """Return the plan and its simulated iterations; the last one is steady."""
+        """Return the run's plan and its simulated iterations, the last of which is steady."""
         return self.judge(self.candidate.choice).simulated()
 
     def peaks(self, found: Simulated) -> list[float]:
-        """Return the most bytes that each rank's GPU holds; nothing without a model."""
+        """Return the peak bytes of each rank's GPU; an empty list if the model is unknown."""
         if self.shape is None:
             return []
         known, c = self.known, self.candidate
@@ -85,13 +85,13 @@ class PredictedRun:
         return [rank.device_peak for rank in memory(found.timeline, footprint)]
 
     def settled(self) -> Self:
-        """Return the run with choices for what is open in it, and with its order of computation.
+        """Return the run with a value for each open setting, and with its order of computation.
 
         Raises:
-            ValueError: no choice can run, or fits into memory.
+            ValueError: no choice can run, or no choice fits into memory.
         """
         c = self.candidate
-        check_sizes(c.num_ranks, c.num_segments, c.num_microbatches)  # costs are as many as stages
+        check_sizes(c.num_ranks, c.num_segments, c.num_microbatches)  # before costs of all stages
         run = self._with_layers()._with_counts()._with_choice()
         if run.candidate.choice.pairs:
             check_pairs(run.candidate.job.computed)
@@ -101,7 +101,7 @@ class PredictedRun:
         return replace(self, candidate=replace(self.candidate, **changed))
 
     def _fits(self, found: Simulated) -> bool:
-        """Tell whether memory has room; if that is not known, it has."""
+        """Tell whether the run fits into memory; True if the GPU's memory is unknown."""
         if self.usable_bytes is None:
             return True
         return max(self.peaks(found), default=0.0) <= self.usable_bytes
@@ -145,7 +145,7 @@ class PredictedRun:
         return replace(self, candidate=replace(c, layers=best.layers), how=how)
 
     def _with_counts(self) -> Self:
-        """Choose the fewest layers to recompute that fit."""
+        """Return the run with the fewest recomputed layers with which it fits into memory."""
         if not self.auto_recompute_layers or self.shape is None or self.usable_bytes is None:
             return self
         c = self.candidate
@@ -156,20 +156,20 @@ class PredictedRun:
         return self._with(recompute_layers=counts)
 
     def _with_choice(self) -> Self:
-        """Search for what the choice leaves open; return it with its order of computation."""
+        """Search for the open settings of the choice; return the run with its order."""
         first, free = self.candidate.choice, dict[str, tuple[str, ...]]()
         orders = [first]
         if self.auto_ahead:
             c = self.candidate
-            numbers = worth_trying(self.known.costs, c.num_ranks, c.num_microbatches)
+            numbers = useful_forwards_ahead(self.known.costs, c.num_ranks, c.num_microbatches)
             orders = [replace(first, ahead=number) for number in numbers]
         if first.fills_gaps:
-            stage_times(self.known.costs)  # or there is nothing to place
+            stage_times(self.known.costs)  # raises if there is nothing to place
             free["wgrad"] = "backward", "gaps"
             order = self.judge(orders[0]).job.computed
             if first.held is not None and max(peak_activations(order)) > first.held:
-                # Refuses the first forward above the limit.
-                place_as_if_equal(order.select(way.compute for way in WAYS), first.held)
+                # Raises at the first forward that exceeds the limit.
+                place_with_equal_times(order.select(way.compute for way in WAYS), first.held)
         if self.auto_replicated:
             free["optimizer"] = "sharded", "replicated"
         if not free and len(orders) == 1:

@@ -1,9 +1,9 @@
-"""The shares that ``step=next`` would choose, from a simulation.
+"""The shares of DP.sync that ``step=next`` chooses, from a simulation.
 
-They are chosen as in training: from the times at which gradients are ready in an iteration with
-`FIRST_SHARE`, and from the time that the network needs for them during the backward. With the
-distributed optimizer nothing is measured, and everything is reduced during the backward, unless
-weight gradients are delayed.
+Shares are chosen as in training: from the times at which gradients are ready in an iteration with
+`FIRST_SHARE`, and from the seconds that their DP.sync takes during the backward. With the
+distributed optimizer the whole DP.sync of gradients is started in its iteration, unless weight
+gradients are delayed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from megatron.fold3d.predict.simulator.simulate import simulate
 
 
 def auto_shares(plan: Plan, costs: Costs, link: Link) -> tuple[float, ...]:
-    """Return the share of each stage's DP.sync that fits behind the backwards of its rank.
+    """Return the share of each stage's DP.sync that the backwards of its rank can hide.
 
     Args:
-        plan: a plan whose DP.sync is carried, and starts all in its iteration.
+        plan: a plan with carried DP.sync, all of which starts in its own iteration.
     """
     stages, ranks = plan.num_stages, plan.num_ranks
     shares = [0.0] * stages
@@ -37,15 +37,15 @@ def auto_shares(plan: Plan, costs: Costs, link: Link) -> tuple[float, ...]:
     for rank, spans in enumerate(first.ranks):
         own = range(rank, stages, ranks)
         ready_s = _ready_s(spans)
-        slower = _slower(spans, ready_s, at_once_s)
+        slowdown = _slowdown(spans, ready_s, at_once_s)
         shares[rank::ranks] = backward_shares(
-            [ready_s[stage] for stage in own], [slower * late_s[stage] for stage in own]
+            [ready_s[stage] for stage in own], [slowdown * late_s[stage] for stage in own]
         )
     return tuple(shares)
 
 
 def _ready_s(spans: Sequence[Span]) -> dict[int, float]:
-    """Return when each stage's last backward ended, or its first part of weight gradients, in s."""
+    """Return, by stage, when its last backward or first part of weight gradients ended, in s."""
     ready_s: dict[int, float] = {}
     begun: set[int] = set()  # stages with a part
     for span in spans:
@@ -57,14 +57,13 @@ def _ready_s(spans: Sequence[Span]) -> dict[int, float]:
     return ready_s
 
 
-def _slower(
+def _slowdown(
     spans: Sequence[Span], ready_s: Mapping[int, float], at_once_s: Sequence[float]
 ) -> float:
-    """The factor by which messages slow DP.sync down before the last backward ends.
+    """Return the factor by which messages slow DP.sync down before the last backward ends.
 
-    DP.sync that ends later counts only if none ended before. The part that is reduced in the
-    iteration counts as well. DP.sync that delays a forward does not count, because it belongs to
-    the iteration before.
+    DP.sync that ends later counts only if no DP.sync ended before. REDUCE_KEPT counts too. DP.sync
+    that delays a forward does not count, since it belongs to the previous iteration.
     """
     last_s = max(ready_s.values())
     of_stage: dict[int, list[Span]] = {}
@@ -74,8 +73,8 @@ def _slower(
         is_sum = span.action.op not in GATHER_OPS
         if is_sum and ready_s[span.action.stage] <= span.start_s < last_s:
             of_stage.setdefault(span.action.stage, []).append(span)
-    ended = {s: its for s, its in of_stage.items() if all(span.end_s <= last_s for span in its)}
+    ended = {s: sums for s, sums in of_stage.items() if all(span.end_s <= last_s for span in sums)}
     behind = ended or of_stage
     alone_s = sum(at_once_s[stage] for stage in behind)
-    there_s = covered_s(span for its in behind.values() for span in its)
+    there_s = covered_s(span for sums in behind.values() for span in sums)
     return there_s / alone_s if alone_s else 1.0

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class SimulatedClock:
-    """Simulated time, and the events still to come."""
+    """Simulated time in seconds, and the queue of future events."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

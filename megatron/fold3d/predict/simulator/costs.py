@@ -1,7 +1,7 @@
-"""Costs: how long each action of a plan takes on its own.
+"""Costs: the seconds that each action of a plan takes on its own.
 
-They may be analytic or measured. A cost never includes shared links or waiting: the simulator adds
-these.
+Costs are estimated or measured. They include neither waiting nor the sharing of links, which the
+simulator adds.
 """
 
 import json
@@ -33,18 +33,18 @@ class Costs:
     recompute_s: tuple[float, ...] = ()
     """The part of ``backward_s`` for recomputation: the time of an R, if the plan has any."""
     tp_sync_s: tuple[float, ...] = ()
-    """The part of ``forward_s`` for tensor-parallel collectives. A ``backward_s`` has as much, or
-    twice as much if it recomputes. In a pair, each micro-batch's computation hides the other's."""
+    """The part of ``forward_s`` for tensor-parallel collectives. A backward has as much, or twice
+    as much if it recomputes. In a pair, one micro-batch's computation hides the other's TP.sync."""
     ep_sync_s: tuple[float, ...] = ()
-    """The part of ``forward_s`` for all-to-alls of experts; of a ``backward_s``, and hidden in
-    pairs, as ``tp_sync_s``."""
+    """The part of ``forward_s`` for all-to-alls of experts. Backwards and pairs follow the rules of
+    ``tp_sync_s``."""
     ep_sync_on_nic: bool = False
-    """Whether these leave the node, so that they share the NIC with messages and DP.sync."""
+    """Whether all-to-alls leave the node, so that they share the NIC with messages and DP.sync."""
     collectives: tuple[int, ...] = ()
-    """The number of collectives in these two. At its ends, a pair cannot hide a part of one; zero,
-    or an empty tuple, ignores the ends."""
+    """The number of collectives of ``tp_sync_s`` and ``ep_sync_s`` in a forward. The ends of a pair
+    hide only a part of one collective; zero, or an empty tuple, ignores the ends."""
     split_s: float = 0.0
-    """Overhead of a W as a separate action, in addition to its ``weight_s``."""
+    """Overhead of a separate W, in addition to ``weight_s``."""
     p2p_s: float = 0.0
     """One message at the full rate of a NIC."""
     p2p_latency_s: float = 0.0
@@ -52,18 +52,18 @@ class Costs:
     p2p_local_s: float = 0.0
     """One message between two ranks behind the same NIC; it does not use the NIC."""
     sends_are_buffered: bool = False
-    """Whether a sender that waits for its send waits only until the message is buffered."""
+    """Whether a sender that waits for a send waits only until the message is buffered."""
     grad_sync_s: tuple[float, ...] = ()
     """DP.sync of a stage's gradients at the full rate of the rank's NIC."""
     reduced_in_iteration_s: tuple[float, ...] = ()
-    """The part of ``grad_sync_s`` of a REDUCE_KEPT, which ends within its iteration."""
+    """The part of ``grad_sync_s`` that REDUCE_KEPT reduces within the iteration."""
     rings_are_buffered: bool = False
-    """Whether a message slows DP.sync down in its direction alone: see `policy.grad_sync_cuts`."""
+    """Whether a message slows DP.sync down in one direction only: see `policy.grad_sync_cuts`."""
     grad_sync_local: bool = False
     """Whether DP.sync stays inside the node, so that messages have the NIC to themselves."""
     param_gather_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
-    """Update of a stage's parameters, by its STEP."""
+    """The optimizer's step of a stage."""
     offload_s: tuple[float, ...] = ()
     """The copy of one micro-batch's saved activations of a stage to the host."""
     reload_s: tuple[float, ...] = ()
@@ -74,7 +74,7 @@ class Costs:
             if per_stage != isinstance(value, tuple | list):
                 form = "a list of finite numbers, one per stage" if per_stage else "one number"
                 raise ValueError(f"found {field.name}={value!r}; it is {form}")
-            if isinstance(value, list):  # as files have them
+            if isinstance(value, list):  # from a JSON or TOML file
                 object.__setattr__(self, field.name, tuple(value))
 
     @classmethod
@@ -92,7 +92,7 @@ class Costs:
     ) -> Self:
         """Return the same costs for every stage; the defaults are the units of the usual diagrams.
 
-        Half of a backward, without its recomputation, is weight gradients, which take as many
+        Weight gradients take half of a backward without recomputation, since they need as many
         multiplications as a forward.
         """
         return cls(
@@ -107,7 +107,7 @@ class Costs:
         )
 
     def check(self, num_stages: int) -> None:
-        """Check that the costs are those of a plan of so many stages.
+        """Check that the costs fit a plan with this number of stages.
 
         Raises:
             PlanError: a tuple has the wrong length, or a number is negative.
@@ -144,12 +144,12 @@ class Costs:
 
     @property
     def input_s(self) -> tuple[float, ...]:
-        """The part of ``backward_s`` for input gradients: all but weight gradients."""
+        """The part of ``backward_s`` without weight gradients: input gradients, recomputation."""
         weight_s = self.weight_s or (0.0,) * len(self.backward_s)
         return tuple(whole_s - s for whole_s, s in zip(self.backward_s, weight_s, strict=True))
 
     def passes(self, stage: int, op: Op, *, early: bool = False) -> int:
-        """Return how often an action has the collectives of a forward.
+        """Return how many times an action runs the collectives of a forward.
 
         Args:
             early: whether a separate action recomputes ahead of the backward.
@@ -158,18 +158,18 @@ class Costs:
         return 2 if recomputes else 1
 
     def in_shards(self, parameter_share: float) -> Self:
-        """Return the costs of reduce-scatters and all-gathers, from those of all-reduces.
+        """Return costs with reduce-scatters and all-gathers in place of all-reduces.
 
         Args:
-            parameter_share: bytes of a parameter, as a share of those of its gradient. All-gathers
-                whose costs are known keep them.
+            parameter_share: bytes of a parameter divided by bytes of its gradient; it is not used
+                if ``param_gather_s`` is given.
         """
         halves = tuple(seconds / 2 for seconds in self.grad_sync_s)
         gathers_s = self.param_gather_s or tuple(s * parameter_share for s in halves)
         return replace(self, grad_sync_s=halves, param_gather_s=gathers_s)
 
     def gathered_in_steps(self) -> Self:
-        """Return the costs if a step ends with the all-gather of what it has stepped."""
+        """Return the costs of a run whose steps end with the all-gather of their parameters."""
         if not self.param_gather_s:
             return self
         nothing = (0.0,) * len(self.param_gather_s)
@@ -179,8 +179,8 @@ class Costs:
     def with_replicated(self, stages: Collection[int]) -> Self:
         """Return a distributed optimizer's costs if every replica steps ``stages`` in full.
 
-        They are all-reduced and not gathered. A ring's all-reduce is a reduce-scatter and an
-        all-gather of the same bytes.
+        These stages are all-reduced and not gathered. A ring's all-reduce takes as long as a
+        reduce-scatter and an all-gather of the gradients.
         """
         if not stages:
             return self
@@ -195,5 +195,5 @@ class Costs:
         )
 
     def to_json(self) -> str:
-        """One key per field: what ``--costs`` takes, by `from_file`."""
+        """Return a JSON object with one key per field, which ``--costs`` reads by `from_file`."""
         return json.dumps(asdict(self), indent=1)

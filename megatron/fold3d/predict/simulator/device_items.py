@@ -1,7 +1,7 @@
 """A rank's program as the items that the host issues to a GPU, by the rules of `device_queues`.
 
-As in the runtime, DP.sync is a number of collectives. If DDP's hooks launch them inside a backward,
-the backward is cut into parts there.
+As in the runtime, DP.sync consists of several collectives. If DDP's hooks launch them inside a
+backward, the backward is cut into parts at the launches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,37 +30,37 @@ _Needs = tuple[tuple[int, int], ...]
 
 
 class Item(NamedTuple):
-    """A unit of work on a stream."""
+    """An operation on a stream: a kernel, a collective, one side of a transfer, or a wait."""
 
     lane: Lane
-    """Of its span: P2P is one side of a transfer, COPY also a collective inside a node, which does
-    not use the network either, and WAIT takes no time of its own."""
+    """The lane of the item's span. P2P is one side of a transfer, COPY may also be a collective
+    inside a node, which uses no network, and WAIT takes no time of its own."""
     stream: Stream
     action: Action
-    """Of a wait, what is waited for."""
+    """The action that the item belongs to; for a wait, the awaited action."""
     seconds: float
     after: int
-    """How many earlier items of the compute stream must have ended before it begins."""
+    """How many items of the compute stream must have ended before this item begins."""
     needs: _Needs = ()
-    """As in `Step`."""
+    """See `Step.needs`."""
     fact: int = NO_FACT
-    """The fact that comes true when it ends."""
+    """The fact that comes true when the item ends."""
     first: int = 0
-    """As in `Step`."""
+    """See `Step.first`."""
 
 
 class Items:
     """Makes the items of all ranks.
 
     Attributes:
-        num_facts: how many facts come true: those of the steps, and that a collective which cuts a
-            computation is over.
+        num_facts: the number of facts: the facts of `Steps`, and one for the end of each collective
+            that cuts a computation.
     """
 
     def __init__(self, steps: Steps, device: Device) -> None:
         self._steps, self._device = steps, device
-        # With one queue, receives and reductions of ours use two streams. Stock Megatron waits for
-        # its sends, and has one communicator for each direction.
+        # With one queue, our receives and reductions alternate between two streams. Stock Megatron
+        # waits for its sends, and has one communicator for each direction.
         self._alternates = device.connections == 1 and not steps.link.sends_waited_for
         self.num_facts = len(steps.named)
 
@@ -73,8 +73,8 @@ class Items:
         launched = {step.action for step in inside.values()}
         waits_at_once = {way.send for way in WAYS if way.compute in steps.sends_waited_for}
         sends_waited_for = {} if waits_at_once else send_waits(actions)
-        awaited: set[tuple[int, int]] = set()  # DP.sync for which the compute stream has waited
-        computed = 0  # items of the compute stream so far
+        awaited: set[tuple[int, int]] = set()  # DP.sync that the compute stream has awaited
+        computed = 0  # items on the compute stream so far
 
         def item(
             lane: Lane,
@@ -93,7 +93,7 @@ class Items:
         def part_of(
             lane: Lane, step: Step, needs: _Needs = (), *, part: int = 0, count: int = 1
         ) -> Item:
-            """One of ``count`` equal parts of a step, which is over with the last one."""
+            """Return one of ``count`` equal parts of a step, which ends with the last part."""
             stream = stream_of(step.action, alternates=False, apart=apart)
             fact = step.fact if part + 1 == count else NO_FACT
             return item(lane, stream, step.action, step.seconds / count, needs, fact, step.first)
@@ -124,11 +124,11 @@ class Items:
                         awaited.add(need)
                         yield wait_for(Action(*name), *need)
                 needs, reduction = tuple(others), inside.get(action)
-                if op not in COMPUTE_OPS:  # between two iterations
+                if op not in COMPUTE_OPS:  # the optimizer's step
                     if step.seconds:
                         yield part_of(Lane.OPTIMIZER, step)
                 elif device.tensor_parallel and op in _READ_MESSAGES:
-                    cut = self.num_facts  # by a collective of its node
+                    cut = self.num_facts  # the end of a collective that cuts the computation
                     self.num_facts += 1
                     yield part_of(Lane.COMPUTE, step, needs, part=0, count=2)
                     yield item(Lane.COPY, Stream.TP_SYNC, action, fact=cut)
@@ -136,7 +136,7 @@ class Items:
                     yield part_of(Lane.COMPUTE, step, needs, part=1, count=2)
                     if reduction is not None:
                         yield part_of(Lane.GRAD_SYNC, reduction)
-                else:  # hooks cut it into parts, and launch the reduction behind these
+                else:  # hooks cut a backward into parts, and launch a collective after each
                     count = 1 if reduction is None else self._launches(reduction)
                     for part in range(count):
                         yield part_of(Lane.COMPUTE, step, needs, part=part, count=count)
@@ -146,7 +146,7 @@ class Items:
                 yield wait_for(send, steps.facts[reader_of(message_from(send))])
 
     def _launched_inside(self, program: Sequence[Step]) -> dict[Action, Step]:
-        """Return the reductions that DDP's hooks launch, by the backward in which they do so."""
+        """Return the reductions that DDP's hooks launch, keyed by the backward that runs them."""
         if not self._device.in_backward:
             return {}
         stages = hooked(tuple(step.action for step in program))
@@ -160,7 +160,7 @@ class Items:
         return found
 
     def _launches(self, step: Step) -> int:
-        """Return the number of collectives in a step's DP.sync: its part of the whole stage's."""
+        """Return the number of a step's collectives, in proportion to its part of the stage."""
         (stage, op, _), seconds, *_ = step
         if not self._device.launches or not seconds or op not in SUM_OPS | GATHER_OPS:
             return 1

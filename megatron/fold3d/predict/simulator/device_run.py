@@ -1,11 +1,11 @@
-"""A run on GPUs whose streams share hardware queues.
+"""A simulated run on GPUs whose streams share hardware queues.
 
-The rules are those of `megatron.fold3d.plan.device_queues`, with times; issuing takes no time. A
+It follows the rules of `megatron.fold3d.plan.device_queues`, with times; issuing takes no time. A
 transfer flows when both of its sides have begun. The seconds of a computation include its
 tensor-parallel collectives.
 
-If a collective or a transfer at the head of a queue keeps a rank from computing, the rank's wait is
-attributed to it; for a transfer, from the moment when it flows.
+If a collective or a transfer at the head of a queue keeps a rank from computing, the rank's wait
+names this action; a wait for a transfer counts from the moment when the transfer flows.
 """
 
 from collections.abc import Sequence
@@ -25,22 +25,22 @@ from megatron.fold3d.predict.simulator.traffic import Traffic
 
 _COMPUTE = Stream.COMPUTE
 _NCCL = (Lane.GRAD_SYNC, Lane.P2P)
-_ITERATIONS = 2  # a DP.sync that the first carries may hold up the second
-_NAMED = 8  # ranks in an error
+_ITERATIONS = 2  # carried DP.sync of the first may block the second
+_NAMED = 8  # ranks named in an error
 
 
 @gc_paused()
 def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = False) -> None:
     """Check that the plan cannot deadlock on GPUs with this many hardware queues.
 
-    Nothing takes time here, since whether a plan ends does not depend on it: what can begin stays
-    able to until it does. The plan must have passed `verify`, whose checks are not repeated.
+    Actions take no time here, since times do not decide whether a plan ends: an action that can
+    begin stays able to begin. The plan must have passed `verify`, whose checks are not repeated.
 
     Args:
-        plan: if it has no transfers, those are checked that `add_p2p` adds for this many queues.
+        plan: if it has no transfers, `add_p2p` adds them for this number of queues.
 
     Raises:
-        PlanError: ranks block each other; the message shows each rank's action, and marks it.
+        PlanError: ranks block each other; the message marks the action where each rank waits.
     """
     if connections < 1:
         raise PlanError(f"found {connections} hardware queues; CUDA has from 1 to 32")
@@ -60,11 +60,11 @@ class _Queue:
         self.items, self.numbers = items, numbers
         self.computes = any(item.stream is _COMPUTE for item in items)
         self.iteration = self.position = 0
-        self.since_s = 0.0  # when the item at its head got there
+        self.since_s = 0.0  # when the current item came to the head
 
 
 class _Rank:
-    """A GPU, and how far its queues are."""
+    """A GPU with its queues, and the progress of each."""
 
     def __init__(self, number: int, items: Sequence[Item], connections: int) -> None:
         self.number, self.items = number, items
@@ -77,17 +77,17 @@ class _Rank:
         self.per_iteration = sum(item.stream is _COMPUTE for item in items)
         self.spans: list[Span] = []
         self.busy = [False] * len(Stream)
-        self.flows_since_s = [0.0] * len(Stream)  # the last transfer of each stream
+        self.flows_since_s = [0.0] * len(Stream)  # by stream, when its last transfer began to flow
         self.computed = 0
-        self.free_s = 0.0  # since when the compute stream is free
+        self.free_s = 0.0  # when the compute stream became free
         self.released = 0  # iterations that may begin
         self.has_met = False
-        self.issued = 0  # items, of all iterations
-        self.unfinished = 0  # of NCCL, those that were issued
+        self.issued = 0  # items of all iterations
+        self.unfinished = 0  # issued operations of NCCL that have not ended
 
 
 class _Work(NamedTuple):
-    """An item that runs."""
+    """A running item."""
 
     rank: _Rank
     item: Item
@@ -106,11 +106,11 @@ class DeviceRun:
         items = Items(steps, device)
         programs = [list(items.of(program)) for program in steps.programs]
         self.times_true = [0] * items.num_facts
-        self.begun: dict[int, _Work] = {}  # sides of transfers whose others have not, by fact
+        self.begun: dict[int, _Work] = {}  # by fact, a side of a transfer that awaits the other
         self.ranks = [
             _Rank(number, program, device.connections) for number, program in enumerate(programs)
         ]
-        # With one queue nothing unfinished is behind its head but one item per stream.
+        # With one queue at most one item per stream is unfinished.
         self.most_outstanding = device.most_outstanding if device.connections > 1 else None
 
     def timeline(self) -> Timeline:
@@ -125,7 +125,7 @@ class DeviceRun:
         return Timeline.of(rank.spans for rank in self.ranks)
 
     def _heads(self, rank: _Rank) -> list[tuple[int, int]]:
-        """Return what is at the heads of a rank's queues: iterations, and numbers of items."""
+        """Return the items at the heads of a rank's queues, as (iteration, index of the item)."""
         return sorted(
             (q.iteration, q.numbers[q.position])
             for q in rank.queues
@@ -138,7 +138,7 @@ class DeviceRun:
         marked, reasons = {}, []
         for rank in self.ranks:
             if heads := self._heads(rank):
-                at, reason = self._held_up(rank, *heads[0])
+                at, reason = self._reason_to_wait(rank, *heads[0])
                 marked[rank.number] = programs[rank.number].index(at)
                 reasons.append(f"rank {rank.number}{reason}")
         connections = self.device.connections
@@ -146,8 +146,8 @@ class DeviceRun:
         text = f"deadlock with {queues}: {'; '.join(reasons[:_NAMED])}"
         return error_at(self.steps.plan, marked, text)
 
-    def _held_up(self, rank: _Rank, iteration: int, number: int) -> tuple[Action, str]:
-        """Return where a rank waits, and for what."""
+    def _reason_to_wait(self, rank: _Rank, iteration: int, number: int) -> tuple[Action, str]:
+        """Return the action at which a rank waits, and the reason as text."""
         limit, items = self.most_outstanding, rank.items
         if limit is not None and rank.issued < rank.released * len(items):
             at = items[rank.issued % len(items)].action
@@ -197,7 +197,7 @@ class DeviceRun:
             self._meet(rank)
 
     def _issue(self, rank: _Rank) -> None:
-        """Let the host issue items until too many operations are outstanding."""
+        """Let the host issue items until `most_outstanding` operations of NCCL are unfinished."""
         items = rank.items
         end = rank.released * len(items)
         while rank.issued < end:
@@ -240,13 +240,13 @@ class DeviceRun:
             self.clock.at(now_s + seconds, self._end, work)
 
     def _wait(self, rank: _Rank, action: Action | None, iteration: int, since_s: float) -> None:
-        """Record that the compute stream was idle because of an action."""
+        """Record a span in which the compute stream was idle because of an action."""
         if (now_s := self.clock.now_s) > since_s:
             rank.spans.append(Span(Lane.WAIT, since_s, now_s, action, iteration))
             rank.free_s = now_s
 
     def _end(self, work: _Work) -> None:
-        """Note the end of any item but a wait or a transfer."""
+        """Handle the end of an item that is neither a wait nor a transfer."""
         rank, item, iteration, since_s = work
         now_s, lane = self.clock.now_s, item.lane
         rank.busy[item.stream] = False
@@ -255,14 +255,14 @@ class DeviceRun:
         elif lane is not Lane.COPY:
             rank.computed += 1
             rank.free_s = now_s
-        if now_s > since_s or lane is Lane.COMPUTE:  # a stage may hold no layers
+        if now_s > since_s or lane is Lane.COMPUTE:  # a stage without layers computes for 0 s
             rank.spans.append(Span(lane, since_s, now_s, item.action, iteration))
         if item.fact != NO_FACT:
             self.times_true[item.fact] += 1
         self._advance(rank)
 
     def _meet_other_side(self, work: _Work) -> None:
-        """Let a transfer flow if its other side has begun."""
+        """Start the flow of a transfer if its other side has begun too."""
         other = self.begun.pop(work.item.fact, None)
         if other is None:
             self.begun[work.item.fact] = work

@@ -1,7 +1,7 @@
-"""A lower bound of the iteration over all orders of computation, from compute and links.
+"""Lower bounds on an iteration's time, over all orders of computation, from compute and links.
 
-`Bounds.order_s` ignores DP.sync. The others include it: its cost depends on how far it may reach
-into the next iteration, which a step that waits for the norm limits.
+`Bounds.order_s` ignores DP.sync. `Bounds.sync_s` lets DP.sync reach into the next iteration, and
+`Bounds.norm_s` does so only as far as a step that waits for the gradients' norm permits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,12 @@ from megatron.fold3d.predict.simulator.costs import Costs
 def order_s(
     costs: Costs, num_microbatches: int, nic_of_rank: Sequence[int], *, early: bool = False
 ) -> float:
-    """Return what no order of computation is faster than, without DP.sync.
+    """Return the seconds that any order of computation takes at least, without DP.sync.
 
-    By computation: the first micro-batch reaches a rank through the stages before it; then the
-    rank computes all of its work; then its last input gradient returns through the same stages,
-    during which the rank may compute weight gradients. By links: a NIC sends the results of all
-    micro-batches, in both directions; before the first and after the last of these sends, other
-    ranks have work to do as well.
+    Compute bound: the first micro-batch reaches a rank through the earlier stages. Then the rank
+    computes all of its work. Then its last input gradient returns through the earlier stages, while
+    the rank may compute weight gradients. Link bound: a NIC sends the results of all micro-batches,
+    in both directions. Other ranks compute before the first and after the last of these sends.
 
     Args:
         early: whether ranks may recompute before a gradient arrives.
@@ -34,7 +33,7 @@ def order_s(
         back_s = tuple(map(sub, input_s, costs.recompute_s))
 
     def hop_s(rank: int) -> float:
-        """From a rank to the next."""
+        """Return the seconds of a message from a rank to the next."""
         local = nics[rank % ranks] == nics[(rank + 1) % ranks]
         return costs.p2p_latency_s + (costs.p2p_local_s if local else costs.p2p_s)
 
@@ -56,7 +55,7 @@ def order_s(
         )
         here = [rank for rank in range(ranks) if nics[rank] == nic]
         first_s = min(way_in_s[rank] + costs.forward_s[rank] for rank in here)
-        # The last one to leave is read by the rank before, or by one further from the end.
+        # The reader of the last send is the previous rank, or one further from the end.
         last_s = min(way_out_s[max(0, r - 1)] + back_s[max(0, r - 1)] for r in here)
         if num_sent:
             link_s = num_microbatches * num_sent * costs.p2p_s + costs.p2p_latency_s
@@ -65,11 +64,11 @@ def order_s(
 
 
 class Bounds:
-    """Seconds that no iteration of a plan's sizes is shorter than.
+    """Lower bounds on the seconds of an iteration, for any order with a plan's sizes.
 
     Args:
-        plan: whose sizes count, not its order.
-        costs: of its stages. Which segments have a replicated optimizer is in them.
+        plan: gives the numbers of ranks, segments and micro-batches; its order does not count.
+        costs: costs of the plan's stages, with the replicated segments already in them.
     """
 
     def __init__(self, plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None) -> None:
@@ -80,17 +79,17 @@ class Bounds:
 
     @property
     def sync_s(self) -> float | None:
-        """With DP.sync, if no step waits for the gradients' norm; None if there is no DP.sync."""
+        """The bound with DP.sync if no step waits for the norm; None if there is no DP.sync."""
         return self._synced_s(waits_for_norm=False)
 
     @property
     def norm_s(self) -> float | None:
-        """With DP.sync, if every step waits for the norm, as one that clips does."""
+        """The bound with DP.sync if every step waits for the gradients' norm, as with clipping."""
         return self._synced_s(waits_for_norm=True)
 
     @property
     def order_s(self) -> float:
-        """Whatever the order of computation, without DP.sync."""
+        """The bound without DP.sync."""
         return order_s(self._costs, self._plan.num_microbatches, self._nics)
 
     def _synced_s(self, *, waits_for_norm: bool) -> float | None:
@@ -99,30 +98,28 @@ class Bounds:
         return max(self.order_s, self.with_sync_s(waits_for_norm=waits_for_norm))
 
     def with_sync_s(self, *, waits_for_norm: bool) -> float:
-        """Return seconds that no iteration of many is shorter than, by DP.sync.
+        """Return the bound by DP.sync on an iteration between many others.
 
         Once in an iteration a rank has nothing to reduce or gather: from the end of the last
-        gather, or of the last DP.sync that reaches into the iteration, until the first gradients
-        are complete. In that time a model chunk's forwards and backwards have to run, and each
-        micro-batch has to return from the last stage. The messages of other chunks share the link
-        with DP.sync, or computations that belong to them prolong that time as well.
+        gather, or of the last carried DP.sync, until the first gradients are complete. In this gap
+        a model chunk's forwards and backwards have to run, and each micro-batch has to return from
+        the last stage. The messages of other chunks share the link with DP.sync, or their
+        computations prolong the gap too.
 
-        If the step waits for the gradients' norm, all reductions have ended before it, and all
-        gathers follow it. So the reductions overlap nothing but backwards, and the gathers nothing
-        but forwards and the backwards behind them. A rank computes nothing until the parameters of
-        its first chunk are gathered. What it has not computed when the last backward of that chunk
-        begins are weight gradients, which alone overlap the chunk's reduction, and are reduced
-        themselves.
+        If the step waits for the gradients' norm, all reductions end before the step, and all
+        gathers follow it. So reductions overlap only backwards. Gathers overlap only forwards, and
+        backwards after these. A rank computes nothing until the parameters of its first chunk are
+        gathered. After the last backward of this chunk only weight gradients are left. They alone
+        overlap the chunk's reduction, and have to be reduced themselves.
 
-        If the plan starts DP.sync between weight gradients, so may any order that the bound is for:
-        no weight gradient of a chunk then has to be computed before some of its gradients are
-        complete.
+        If the plan starts DP.sync between weight gradients, the bound allows this to any order:
+        some gradients of a chunk may then be complete before most of its weight gradients.
 
-        Gradients are reduced, and parameters gathered, chunk by chunk, as the simulator has it and
-        Megatron does with the distributed optimizer. It cuts the first chunk of the first rank into
-        buckets, so its last backward counts as nothing. A large chunk that is all-reduced may have
-        buckets as well, which the bound and the simulator leave out. Weight gradients between which
-        DP.sync starts follow the chunk's backwards, and the first of them precedes it.
+        Gradients are reduced, and parameters gathered, chunk by chunk, as in the simulator and in
+        Megatron with the distributed optimizer. Megatron cuts the first rank's first chunk into
+        buckets, so this chunk's last backward counts as nothing. A large chunk that is all-reduced
+        may have buckets too, which the bound and the simulator leave out. Weight gradients between
+        which DP.sync starts follow the chunk's backwards, and one of them precedes DP.sync.
         """
         bound_s = 0.0
         for rank in self._ranks:
@@ -138,13 +135,13 @@ class Bounds:
 
 
 class _Rank:
-    """What is known of a rank whatever its order is."""
+    """The seconds of a rank that hold for any order."""
 
     def __init__(self, plan: Plan, costs: Costs, number: int, shared: bool) -> None:
         none = (0.0,) * plan.num_stages
         self.number, self.num_ranks, self.num_stages = number, plan.num_ranks, plan.num_stages
         self.microbatches, self.costs = plan.num_microbatches, costs
-        # Of a chunk's weight gradients, what is left when its first gradients are complete.
+        # Micro-batches of weight gradients that are left when a chunk's first part is complete.
         self.behind_first = self.microbatches * (1 - WHOLE // self.microbatches / WHOLE)
         self.own = range(number, plan.num_stages, plan.num_ranks)
         self.weight_s = costs.weight_s or none
@@ -156,12 +153,12 @@ class _Rank:
         self.forwards_s = self.microbatches * sum(costs.forward_s[s] for s in self.own)
         self.backwards_s = self.microbatches * sum(costs.backward_s[s] for s in self.own)
         apart = plan.num_ranks == 1 or shared or costs.grad_sync_local
-        self.send_s = 0.0 if apart else costs.p2p_s  # of the link that DP.sync uses
+        self.send_s = 0.0 if apart else costs.p2p_s  # on the link that DP.sync uses
         self.hop_s = 0.0 if shared else costs.p2p_s + costs.p2p_latency_s
         self.start_s = self._start_s()
 
     def _start_s(self) -> float:
-        """Return when the rank computes its first forward, counted from the step."""
+        """Return the seconds from the step until the rank can compute its first forward."""
         if self.number == 0:
             return max(0.0, self.gather_s[0] - self.costs.forward_s[0])  # overlaps its own buckets
         first_s = max(self.gather_s[0], self.costs.forward_s[0])
@@ -173,20 +170,20 @@ class _Rank:
 
     @property
     def _way_out_s(self) -> float:
-        """The way of a micro-batch from the rank's last stage to the last one of all."""
+        """The seconds of a micro-batch from the rank's last stage to the model's last stage."""
         stages = range(self.own[-1], self.num_stages - 1)
         return sum(self.costs.forward_s[s] + self.hop_s for s in stages)
 
     @property
     def _way_back_s(self) -> float:
-        """The way of its gradient back, until that stage's gradients may be complete."""
+        """The seconds from the model's last stage back until the rank's last stage is complete."""
         own = self.own[-1]
         stages = range(own + 1, self.num_stages)
         own_s = self.input_s[own] if own else 0.0  # cut into buckets
         return sum(self.input_s[s] for s in stages[:-1]) + len(stages) * self.hop_s + own_s
 
     def idles_s(self) -> Iterator[float]:
-        """Yield times without DP.sync, with what messages add to them or to DP.sync."""
+        """Yield bounds on the gap without DP.sync, plus the time that messages add to either."""
         m, costs = self.microbatches, self.costs
         in_buckets = self.number == 0 and len(self.own) == 1
         forwards_s = (m - in_buckets) * self._shortest_s(costs.forward_s)
@@ -206,7 +203,7 @@ class _Rank:
             )
 
     def first_gradients_s(self, last: "_Rank") -> Iterator[float]:
-        """Yield times from a step until gradients are reduced, with what messages add."""
+        """Yield bounds from the step until a reduction starts, plus the time that messages add."""
         yield self.start_s + self.forwards_s + self._first_backwards_s() + self._sends_b_s()
         if self.number < last.number:
             yield (
@@ -218,7 +215,7 @@ class _Rank:
             )
 
     def gathered_s(self) -> float:
-        """Return the time until the forwards that follow the last gather have run."""
+        """Return a bound from the step until the forwards that follow the last gather have run."""
         gathered = [chunk for chunk, s in enumerate(self.own) if self.gather_s[s]]
         if not gathered:
             return 0.0
@@ -229,10 +226,10 @@ class _Rank:
         return self.gathers_s + forwards_s + self._sends_f_s(gathered[-1] + 1)
 
     def exposed_s(self) -> float:
-        """Return what no computation overlaps of the reduction of the rank's first chunk.
+        """Return the seconds of the first chunk's reduction that no computation can overlap.
 
-        Weight gradients of other chunks may follow that chunk's last backward. If to reduce them
-        takes longer than to compute them, they overlap as much as they add.
+        Weight gradients of other chunks may follow the first chunk's last backward. They help only
+        if they take longer to compute than to reduce.
         """
         m, first = self.microbatches, self.number
         own_s = max(self.behind_first * self.early_s[first], self._bucketed_s(first))
@@ -240,11 +237,11 @@ class _Rank:
         return max(0.0, self.reduce_s[first] - own_s - others_s)
 
     def _bucketed_s(self, stage: int) -> float:
-        """Return what of a stage's last backward may overlap the stage's reduction."""
+        """Return the seconds of a stage's last backward that may overlap the stage's reduction."""
         return self.costs.backward_s[stage] if stage == 0 else 0.0
 
     def _first_backwards_s(self) -> float:
-        """Return the shortest computation of a chunk's backwards until its reduction starts."""
+        """Return the least seconds of a chunk's backwards before its reduction can start."""
         m, backward_s, early_s = self.microbatches, self.costs.backward_s, self.early_s
         return min(
             m * backward_s[s] - max(self._bucketed_s(s), self.behind_first * early_s[s])
@@ -252,27 +249,27 @@ class _Rank:
         )
 
     def _sends_f_s(self, num_chunks: int) -> float:
-        """Return what results of the first chunks add to gathers, or to forwards behind them.
+        """Return the seconds that sending results of the first chunks adds to gathers or forwards.
 
-        A result of the last of these chunks, or of the one before it, may leave while there is no
-        DP.sync. Any other leaves beside DP.sync, or a forward of the rank that depends on it takes
-        place where there is none. It costs the shorter of the two times.
+        Results of the last two of these chunks may leave in the gap without DP.sync, at no cost.
+        Another result either leaves beside DP.sync, or a dependent forward of the rank runs in the
+        gap. The bound takes the shorter of the two.
         """
         num_chunks = min(num_chunks, sum(s + 1 < self.num_stages for s in self.own))
         forward_s = self._shortest_s(self.costs.forward_s)
         return self.microbatches * max(0, num_chunks - 2) * min(self.send_s, forward_s)
 
     def _sends_b_s(self) -> float:
-        """Return the same of gradients; those of the chunk that is complete first are free."""
+        """Return the seconds that sends of input gradients add; the first chunk's are free."""
         num_chunks = max(0, sum(s > 0 for s in self.own) - 1)
         return self.microbatches * num_chunks * min(self.send_s, self._shortest_s(self.input_s))
 
     def _beside_s(self, seconds: Sequence[float], free_s: float) -> float:
-        """Return what messages add where each micro-batch has to return from the last rank.
+        """Return the seconds that messages add if micro-batches return from the last rank.
 
-        A message of another chunk than the last that leaves while there is no DP.sync prolongs that
-        time: the last rank computes something that depends on it, or on which it depends, as well.
-        That takes its ``seconds``, of which ``free_s`` together cost nothing.
+        A message of another chunk than the last leaves beside DP.sync, or in the gap without it.
+        In the gap it adds a dependent computation of the last rank, of ``seconds`` by stage. Of
+        these computations ``free_s`` in all cost nothing.
         """
         number = self.microbatches * (len(self.own) - 1)
         each_s = min(seconds[s] for s in range(self.num_ranks - 1, self.num_stages, self.num_ranks))

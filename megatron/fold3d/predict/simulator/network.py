@@ -4,11 +4,10 @@ PP.sync may have priority always, or within a pause budget as in the preemptive 
 Without a budget, messages that fill a link would starve DP.sync.
 
 Work is counted in seconds at the full rate of a NIC, so a NIC's capacity is one. A NIC is full
-duplex and has two links: a message uses the sender's outgoing and the receiver's incoming one, a
-collective both links of its own NIC. A collective sends as fast as it receives, unless its rings
-are buffered: then each direction has a rate of its own, and the slower one decides. There may be
-links between switches (`Routes`): if a flow represents several equal ones, it uses their combined
-share of these links.
+duplex and has two links. A message uses the sender's outgoing and the receiver's incoming link, a
+collective both links of its NIC. A collective sends as fast as it receives, unless its rings are
+buffered: then each direction has its own rate, and the slower one decides the end. There may be
+links between switches (`Routes`), on which a flow takes the share of all flows that it represents.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,40 +22,40 @@ from megatron.fold3d.predict.simulator.link import Use
 if TYPE_CHECKING:
     from megatron.fold3d.predict.simulator.pause_budget import PauseBudget
 
-_Way = tuple[tuple[int, ...], tuple[int, ...]]  # links, and how many equal flows are on each
+_Way = tuple[tuple[int, ...], tuple[int, ...]]  # links, and the number of equal flows on each
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """Work that has the same rate on each of its links; ``done(tag)`` is called at its end."""
+    """A transfer with one rate on all of its links; ``done(tag)`` is called at its end."""
 
     links: tuple[int, ...]
-    """Out of a NIC and into one, then those between switches."""
+    """The sending NIC's outgoing link, the receiving NIC's incoming link, links of switches."""
     weights: tuple[int, ...]
-    """Of each link, how many equal flows are on it."""
+    """For each link, the number of equal flows that this flow represents there."""
     remaining_s: float
     done: Callable[[Any], None]
     tag: Any = None
     is_collective: bool = False
     background: bool = False
-    """Whether it takes what messages leave."""
+    """Whether it takes only the bandwidth that messages leave."""
     rate: float = 0.0
     since_s: float = 0.0
     ends_s: float = inf
-    """When it ends if nothing changes on its links."""
+    """The time of its end if no flow starts or stops on its links."""
 
 
 class Network:
-    """The NICs and what flows through them.
+    """The NICs, and the flows through them.
 
     Args:
-        above: capacities of the links between switches, in NICs.
-        preemptive: messages take all the bandwidth they can use and collectives share the rest;
-            without it they share fairly.
-        pause_share: the part of the time for which messages may keep collectives off a NIC; when
-            it is spent, they share fairly.
-        rings_are_buffered: whether a collective sends and receives at rates of their own. It does
-            not if it flows through links between switches.
+        above: capacities of the links between switches, in multiples of a NIC's.
+        preemptive: messages take all the bandwidth that they can use, and collectives share the
+            rest; otherwise messages and collectives share fairly.
+        pause_share: the part of the time for which messages may keep collectives off a NIC; after
+            that, both share fairly.
+        rings_are_buffered: whether a collective sends and receives at different rates. A collective
+            through links between switches never does.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Network:
     ) -> None:
         # Dicts as ordered sets: equal runs visit equal flows in equal order.
         self._clock = clock
-        self._of_nics = 2 * num_nics  # links, of all
+        self._of_nics = 2 * num_nics  # links of NICs; links between switches follow
         self._capacity = *(1.0,) * self._of_nics, *above
         self._flows: list[dict[Flow, None]] = [{} for _ in range(self._of_nics + len(above))]
         self._background: list[dict[Flow, None]] = [{} for _ in range(num_nics)]
@@ -96,7 +95,7 @@ class Network:
         tag: Any,
         uses: Sequence[Use] = (),
     ) -> Flow:
-        """Make the flow of a message from NIC to NIC, and through links between switches."""
+        """Return the flow of a message from NIC to NIC, through links between switches."""
         return Flow(*self._way(2 * source, 2 * target + 1, uses), work_s, done, tag)
 
     def collective(
@@ -107,11 +106,11 @@ class Network:
         tag: Any,
         uses: Sequence[Use] = (),
     ) -> list[Flow]:
-        """Make a collective, which sends and receives through one NIC.
+        """Return the flows of a collective, which sends and receives through one NIC.
 
         Returns:
-            Its flow through both links of the NIC, or one through each; what has ended leaves the
-            list, and ``done`` is called when the last one has.
+            One flow through both links of the NIC, or a flow through each link. A flow that ends
+            leaves the list, and ``done`` is called when the list is empty.
         """
         out, into = 2 * nic, 2 * nic + 1
         ways = [self._way(out, into, uses)]
@@ -120,7 +119,7 @@ class Network:
 
         def end(flow: Flow) -> None:
             flows.remove(flow)
-            flow.tag = None  # a reference to itself would keep the run until garbage is collected
+            flow.tag = None  # a cycle of references would keep the run in memory
             if not flows:
                 done(tag)
 
@@ -130,14 +129,14 @@ class Network:
         return flows
 
     def _way(self, out: int, into: int, uses: Sequence[Use]) -> _Way:
-        """Return the links out of a NIC, into one and between, and the flows on each of them."""
+        """Return the links of a flow, and for each link the number of equal flows."""
         if not uses:
             return (out, into), (1, 1)
         above = (self._of_nics + use.link for use in uses)
         return (out, into, *above), (1, 1, *(use.flows for use in uses))
 
     def start_flow(self, flow: Flow) -> None:
-        """Add a flow; `update_rates` will give it its rate."""
+        """Add a flow; `update_rates` sets its rate."""
         flow.since_s = self._clock.now_s
         nic = flow.links[0] >> 1
         equal = bool(self._budgets) and self._budgets[nic].is_spent
@@ -147,7 +146,7 @@ class Network:
         self._touch(flow)
 
     def stop_flow(self, flow: Flow) -> None:
-        """Remove a flow, done or not; it keeps the rest of its work."""
+        """Remove a flow, which keeps its remaining work."""
         self._set_rate(flow, 0.0)
         for flows in self._of(flow):
             del flows[flow]
@@ -167,7 +166,7 @@ class Network:
             if len(flows) == 1:
                 (flow,) = flows
                 ways = flow.links
-                alone = len(on_link[ways[0]]) == 1 and len(on_link[ways[-1]]) == 1  # as most are
+                alone = len(on_link[ways[0]]) == 1 and len(on_link[ways[-1]]) == 1  # most are
                 if alone and len(ways) <= 2:
                     nics[ways[0] >> 1] = nics[ways[-1] >> 1] = None
                     self._set_rate(flow, 1.0)
@@ -182,13 +181,13 @@ class Network:
                 for flow, rate in _max_min(flows, free, on_link):
                     self._set_rate(flow, rate)
         if self._preemptive:
-            self._share_what_is_left()
+            self._share_rest()
         for nic in nics if self._budgets else ():
             sent = (flow for link in (2 * nic, 2 * nic + 1) for flow in self._flows[link])
             paused = bool(self._background[nic]) and any(flow.rate > 0 for flow in sent)
             self._budgets[nic].pause(paused=paused)
 
-    def _share_what_is_left(self) -> None:
+    def _share_rest(self) -> None:
         """Give collectives that yield to messages the bandwidth that messages leave."""
         yielding = dict.fromkeys(flow for flows in self._background for flow in flows)
         if not yielding:
@@ -225,7 +224,7 @@ class Network:
             self._touched[link] = None
 
     def _component(self, link: int) -> tuple[dict[int, None], dict[Flow, None]]:
-        """Return the links and flows that share with this link, directly or through others."""
+        """Return the links that flows connect with this link, and all flows on them."""
         links: dict[int, None] = {link: None}
         flows: dict[Flow, None] = {}
         queue = [link]
@@ -250,7 +249,7 @@ class Network:
             self._clock.at(flow.ends_s, self._end, flow)
 
     def _end(self, flow: Flow) -> None:
-        if flow.ends_s == self._clock.now_s and flow.rate > 0:  # else its end has moved
+        if flow.ends_s == self._clock.now_s and flow.rate > 0:  # else a new rate moved the end
             flow.remaining_s = 0.0
             self.stop_flow(flow)
             flow.done(flow.tag)
@@ -259,10 +258,11 @@ class Network:
 def _max_min(
     flows: dict[Flow, None], free: dict[int, float], on_link: Sequence[Iterable[Flow]]
 ) -> Iterator[tuple[Flow, float]]:
-    """Yield max-min fair rates: first for flows of the fullest links, which get equal shares.
+    """Yield max-min fair rates; flows of the fullest links come first, with equal shares.
 
     Args:
-        flows: emptied as they are yielded.
+        flows: each flow is removed after it is yielded.
+        free: by link, the bandwidth to share; reduced by each yielded rate.
     """
     count = dict.fromkeys(free, 0)
     for flow in flows:

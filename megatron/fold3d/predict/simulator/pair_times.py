@@ -1,11 +1,9 @@
-"""The time of a pair: Merak's pipeline of computation and a layer's collectives (Sec. 5.3).
+"""The seconds of a pair of micro-batches: one computes during the other's collective.
 
-They are those of tensor-parallel layers and the all-to-alls of experts.
-
-A micro-batch with n collectives alternates between n parts of computation and n collectives. One
-micro-batch computes a part while the other's collective runs, so the pair takes twice the longer of
-computation and collectives. At the beginning and at the end, half of a part or of a collective
-overlaps nothing.
+This is Merak's pipeline (Sec. 5.3), for tensor-parallel collectives and all-to-alls of experts. A
+micro-batch with n collectives alternates between n parts of computation and n collectives. So a
+pair takes twice the longer of computation and collectives. At the beginning and at the end, half of
+a part or of a collective overlaps nothing.
 """
 
 from dataclasses import replace
@@ -18,8 +16,9 @@ def pair_s(compute_s: float, sync_s: float, collectives: int = 0) -> float:
     """Return the seconds of two micro-batches together.
 
     Args:
-        compute_s: computation of one of them, without its collectives.
-        collectives: the number of them; zero ignores the ends of the pair.
+        compute_s: computation of one micro-batch, without its collectives.
+        sync_s: collectives of one micro-batch.
+        collectives: the number of one's collectives; zero ignores the ends of the pair.
     """
     ends_s = min(compute_s, sync_s) / collectives if collectives else 0.0
     return 2 * max(compute_s, sync_s) + ends_s
@@ -28,11 +27,11 @@ def pair_s(compute_s: float, sync_s: float, collectives: int = 0) -> float:
 def in_turns_s(
     costs: Costs, stage: int, op: Op, *, early: bool = False, ends: bool = True
 ) -> tuple[float, float]:
-    """Return the seconds until the second of a pair begins, and from there until both are over.
+    """Return a pair's seconds until its second micro-batch begins, and from then to the end.
 
     Args:
         early: whether a separate action recomputes ahead of the backward.
-        ends: whether the ends hide nothing: another pair of a chain follows on all but the last.
+        ends: whether the pair is the last of its chain, so that nothing hides its ends.
     """
     recompute_s = costs.recompute_s[stage] if costs.recompute_s else 0.0
     whole_s = {
@@ -51,7 +50,7 @@ def in_turns_s(
 
 
 def without_exchanges(costs: Costs) -> Costs:
-    """Return lower bounds of the costs where computations hide all all-to-alls."""
+    """Return lower bounds on the costs: computation hides all of the experts' all-to-alls."""
     forward_s, backward_s = (
         tuple(whole_s - sent_s for whole_s, sent_s in zip(each_s, costs.ep_sync_s, strict=True))
         for each_s in (costs.forward_s, costs.backward_s)
@@ -60,7 +59,7 @@ def without_exchanges(costs: Costs) -> Costs:
 
 
 def in_pairs(costs: Costs, *, early: bool) -> Costs:
-    """Return lower bounds of the costs of micro-batches, in a pair or alone."""
+    """Return lower bounds on the costs of a micro-batch, in a pair or alone."""
     stages = range(len(costs.forward_s))
     forward_s, backward_s, recompute_s = (
         tuple(sum(in_turns_s(costs, stage, op, early=early, ends=False)) / 2 for stage in stages)

@@ -1,4 +1,4 @@
-"""How long the messages of a NIC may keep its collectives waiting."""
+"""The budget of time for which messages of a NIC may pause its collectives."""
 
 from collections.abc import Callable
 from math import inf
@@ -15,7 +15,7 @@ class PauseBudget:
 
     Args:
         share: the part of a window that may be spent in pauses.
-        on_change: called with whether the budget is spent, whenever that changes.
+        on_change: called with True when the budget is spent, and with False when it is renewed.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class PauseBudget:
         self._budget_s = share * WINDOW_S
         self._left_s = 0.0
         self._window_ends_s = -inf
-        self._since_s = inf  # of the pause under way
+        self._since_s = inf  # the beginning of the current pause
 
     def pause(self, *, paused: bool) -> None:
         """Note whether collectives are being paused from now on."""
@@ -42,7 +42,7 @@ class PauseBudget:
         self._clock.at(now_s + max(0.0, self._left_s), self._spend, now_s)
 
     def _spend(self, since_s: float) -> None:
-        if self._since_s == since_s and not self.is_spent:  # else that pause is over
+        if self._since_s == since_s and not self.is_spent:  # else the pause has ended
             self._since_s = inf
             self._left_s = 0.0
             self._change(True)

@@ -1,7 +1,7 @@
-"""Simulate a measured run: its own order with its own costs, without the machine's noise.
+"""Simulate a measured run: its order with its costs, without the machine's noise.
 
-The costs are the times that actions took by themselves; the simulator adds how long they wait for
-each other. If simulation and measurement differ, the machine does something that is not simulated.
+The costs are the measured times of actions without waiting, which the simulator adds. If simulation
+and measurement differ, the machine does something that is not simulated.
 """
 
 from collections import defaultdict
@@ -23,9 +23,9 @@ from megatron.fold3d.predict.simulator.simulate import simulate, steady_state
 
 
 def observed_plan(measured: Timeline) -> Plan:
-    """Return the order in which the ranks computed, with DP.sync where it began.
+    """Return the order in which the ranks computed, with DP.sync at the place where it began.
 
-    Sums are to shards where the trace names them so.
+    A segment is reduced to shards if the trace has its REDUCE_SCATTER.
 
     Raises:
         PlanError: the ranks recorded no whole iteration.
@@ -40,7 +40,7 @@ def observed_plan(measured: Timeline) -> Plan:
 
 
 def checked_size(plan: Plan) -> Plan:
-    """Return a trace's plan, after checking that its numbers match its number of actions.
+    """Return a trace's plan, after checking its stages and micro-batches against its actions.
 
     Without this check, one wrong number in a file could make the simulation endless.
 
@@ -57,14 +57,14 @@ def checked_size(plan: Plan) -> Plan:
 
 
 def as_synced(plan: Plan, measured: Timeline) -> Plan:
-    """Return a plan with all DP.sync at its end, if none was seen to overlap computation."""
+    """Return the plan with all DP.sync at its end, unless DP.sync overlapped computation."""
     if _overlaps(measured):
         return plan
     return _with_sums(plan.select(COMPUTE_OPS), measured, "serial")
 
 
 def _with_sums(plan: Plan, measured: Timeline, grad_sync: GradSync = "overlap") -> Plan:
-    """Return a plan with sums that are all-reduces, or to shards, where the trace's are."""
+    """Return the plan with sums; each segment's sum is of the kind that the trace shows."""
     sums = {s.action for spans in measured.ranks for s in spans if s.lane is Lane.GRAD_SYNC}
     in_shards = {a.stage // plan.num_ranks for a in sums if a and a.op is Op.REDUCE_SCATTER}
     whole = {*range(plan.num_segments)} - in_shards
@@ -76,10 +76,10 @@ def _with_sums(plan: Plan, measured: Timeline, grad_sync: GradSync = "overlap") 
 def observed_costs(measured: Timeline, plan: Plan) -> Costs:
     """Return the costs of a plan's actions, from a measured run.
 
-    The cost of a computation is its median; a backward includes the weight gradients that were
-    split from it. The cost of a message, and of a stage's DP.sync, is its shortest time: longer
-    ones shared the link, or arrived before they were needed. The time of messages during DP.sync is
-    subtracted from it, since the simulator sends them at the same time.
+    The cost of a computation is the median of its times; a backward includes the weight gradients
+    that were split from it. The cost of a message, and of a stage's DP.sync, is a shortest time,
+    since longer ones shared the link. The time of messages during DP.sync is subtracted from
+    DP.sync, since the simulator sends both at the same time.
 
     Raises:
         PlanError: a stage of the plan was not recorded.
@@ -96,7 +96,7 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
                 raise PlanError(f"no {op} of stage {stage} in the trace; trace whole iterations")
         return tuple(median(seconds[stage, op]) if stage in of_stages else 0.0 for stage in stages)
 
-    def if_any(op: Op) -> tuple[float, ...]:
+    def optional(op: Op) -> tuple[float, ...]:
         return typical(op, [stage for stage in stages if (stage, op) in seconds])
 
     split = sorted(set().union(*map(split_stages, plan.programs)))
@@ -113,22 +113,22 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
         p2p_s=p2p_s,
         grad_sync_s=tuple(min(sync.get((stage, False), [0.0])) for stage in stages),
         param_gather_s=tuple(min(sync.get((stage, True), [0.0])) for stage in stages),
-        offload_s=if_any(Op.OFFLOAD),
-        reload_s=if_any(Op.RELOAD),
-        optimizer_s=if_any(Op.STEP),
+        offload_s=optional(Op.OFFLOAD),
+        reload_s=optional(Op.RELOAD),
+        optimizer_s=optional(Op.STEP),
     )
 
 
 def replay(
     plan: Plan, costs: Costs, iterations: int, *, sends_waited_for: frozenset[Op] = frozenset()
 ) -> Timeline:
-    """Return the simulation of as many iterations as were measured.
+    """Return a simulation of this number of iterations.
 
-    A plan whose DP.sync reaches into the next iteration is simulated until it is steady, and its
-    last iterations are returned.
+    A plan with carried DP.sync is simulated until it is steady, and its last iterations are
+    returned.
 
     Args:
-        sends_waited_for: as in `Link`, for a plan that ends its DP.sync with the iteration.
+        sends_waited_for: see `Link`; only for a plan whose DP.sync ends with the iteration.
     """
     link = Link(preemptive=False)
     if plan.flushes:
@@ -141,17 +141,17 @@ def replay(
 
 
 def _iterations_from(timeline: Timeline, first: int) -> Timeline:
-    """Return the last iterations of a timeline, counted from zero; the first starts at zero."""
+    """Return the iterations from ``first`` on, with numbers and times that begin at zero."""
     kept = Timeline.of(
         (span._replace(iteration=span.iteration - first) for span in spans)
-        for spans in ((s for s in its if s.iteration >= first) for its in timeline.ranks)
+        for spans in ((s for s in rank if s.iteration >= first) for rank in timeline.ranks)
     )
     zero_s = min(s.start_s for spans in kept.ranks for s in spans if s.lane in BUSY_LANES)
     return kept.between(zero_s, inf)
 
 
 def _overlaps(measured: Timeline) -> bool:
-    """True if a rank reduced gradients of an iteration in which it still computed."""
+    """Return True if DP.sync of an iteration began before a rank's last computation in it."""
     for spans in measured.ranks:
         last_s: dict[int, float] = defaultdict(float)
         for span in spans:
@@ -165,7 +165,7 @@ def _overlaps(measured: Timeline) -> bool:
 def _durations(measured: Timeline) -> Mapping[tuple[int, Op], list[float]]:
     """Return the seconds of each stage's computations, copies and steps, without interruptions.
 
-    One step for all of a rank's stages is divided.
+    A step without a stage counts in equal parts for all of the rank's stages.
     """
     found: dict[tuple[int, Op], dict[object, float]] = defaultdict(lambda: defaultdict(float))
     num_stages = measured.num_ranks * measured.num_segments
@@ -189,10 +189,10 @@ def _durations(measured: Timeline) -> Mapping[tuple[int, Op], list[float]]:
 
 
 def _grad_sync(measured: Timeline, p2p_s: float) -> Mapping[tuple[int, bool], list[float]]:
-    """Return the link time of each stage's sums, and of its gathers, per iteration.
+    """Return the link seconds of each (stage, is a gather), per iteration.
 
-    The parts of a stage count together, in iterations that have all of them; the first to end went
-    first.
+    The parts of a stage are added up, in iterations that have all parts. DP.sync that overlapped is
+    taken to have run one after the other, in the order of the ends.
     """
     totals: dict[tuple[int, bool], dict[int, dict[Action, float]]] = {}
     for spans in measured.ranks:
@@ -211,9 +211,9 @@ def _grad_sync(measured: Timeline, p2p_s: float) -> Mapping[tuple[int, bool], li
 
 
 def _own_share(spans: Sequence[Span], syncs: Sequence[Span], p2p_s: float) -> float:
-    """Return DP.sync's part of a link during ``spans``; arriving messages take the rest.
+    """Return the share of a rank's link that DP.sync had while it ran; messages took the rest.
 
-    DP.sync has at least half of a link that is shared fairly. No two of ``syncs`` overlap.
+    DP.sync has at least half, since the link is shared fairly. No two of ``syncs`` overlap.
     """
     sync_s = sum(sync.duration_s for sync in syncs)
     messages_s = 0.0

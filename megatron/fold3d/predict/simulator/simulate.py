@@ -1,15 +1,15 @@
 """Simulate a plan: an event-driven run that yields the timeline of a cluster.
 
-Each rank runs its program strictly in order, one computation at a time. Experts' all-to-alls are in
-computations and, between nodes, on the network too: see `Traffic`. A message leaves at its
-SEND or, in a plan without transfers, when its computation ends. After its latency it flows through
-the NICs of both ranks, behind earlier ones from the one to the other, as in one communicator; the
-computation that reads it waits for it. A RECV does nothing here, since `add_p2p` always posts
-receives in time.
+Each rank runs its program strictly in order, one computation at a time. Experts' all-to-alls are
+part of computations and, between nodes, also use the network: see `Traffic`. A message leaves at
+its SEND or, in a plan without transfers, when its computation ends. After its latency the message
+flows through the NICs of both ranks. Messages between two ranks flow one after the other, as in one
+communicator. The computation that reads a message waits for it. A RECV does nothing here, since
+`add_p2p` always posts receives in time.
 
-Sums and all-gathers go into their rank's queue of DP.sync, which sends one at a time; what Megatron
-reads at the end of the iteration has a queue of its own. What an action waits for is in the plan:
-see `plan.waits`. OFFLOAD and RELOAD run on `policy.copy_streams`.
+Sums and all-gathers go into their rank's queue of DP.sync, which sends one at a time; REDUCE_KEPT
+has a separate queue. The plan decides what an action waits for: see `plan.waits`. OFFLOAD and
+RELOAD run on `policy.copy_streams`.
 
 With a `Device`, the plan runs by the rules of GPUs instead: see `DeviceRun`.
 """
@@ -37,8 +37,8 @@ from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
 from megatron.fold3d.predict.simulator.sync_queue import SyncQueue
 from megatron.fold3d.predict.simulator.traffic import Traffic
 
-TOLERANCE = 1e-4  # of a steady iteration; drifts below this never end on shared queues
-_NUMBERS = (3, 4, 6, 12, 24)  # of iterations until one is steady
+TOLERANCE = 1e-4  # relative; with shared queues, iterations may drift by less than this for ever
+_NUMBERS = (3, 4, 6, 12, 24)  # numbers of iterations to simulate until the last one is steady
 
 
 @gc_paused()
@@ -46,7 +46,7 @@ def simulate(plan: Plan, costs: Costs, link: Link = PLAIN, *, iterations: int = 
     """Return the timeline of ``iterations`` runs of the plan, one after the other.
 
     Args:
-        iterations: the number of iterations; deferred work has an effect from the second on.
+        iterations: the number of iterations; carried DP.sync has an effect from the second on.
 
     Raises:
         PlanError: the costs are for another plan, or a rank waits for something that never happens.
@@ -55,7 +55,7 @@ def simulate(plan: Plan, costs: Costs, link: Link = PLAIN, *, iterations: int = 
 
 
 def _prepared(plan: Plan, costs: Costs, link: Link) -> Steps:
-    """Return the steps of a plan that fits its costs and the link; on GPUs, with its transfers."""
+    """Check a plan against its costs and link; return its steps, with transfers for a `Device`."""
     costs.check(plan.num_stages)
     nics = link.nic_of_rank
     if nics is not None and len(nics) != plan.num_ranks:
@@ -80,8 +80,8 @@ def _simulated(steps: Steps, iterations: int) -> Timeline:
 def steady_state(plan: Plan, costs: Costs, link: Link = PLAIN) -> Timeline:
     """Simulate until iterations take equally long, so that the last one is steady.
 
-    If ranks meet between iterations, the first one is. With work deferred into the next iteration,
-    the first ones differ. If they alternate without end, the last of `_NUMBERS` has to do.
+    If ranks meet between iterations, the first one is already steady. Otherwise the first ones
+    differ, since some work is carried. If times alternate for ever, the last of `_NUMBERS` is used.
 
     Args:
         plan: a plan with DP.sync; without it every iteration is steady.
@@ -109,16 +109,16 @@ class _Rank:
     iteration: int = 0
     position: int = 0
     since_s: float = 0.0
-    """The time at which it reached its current step."""
+    """The time at which the rank reached its current step."""
     awaits: int = NO_FACT
-    """The fact that it waits for there."""
+    """The fact that the rank waits for."""
     awaits_arrival: "_Message | None" = None
-    """The message that it has sent and whose arrival it waits for."""
+    """The sent message whose arrival the rank waits for."""
     copies: CopyStreams = field(default_factory=CopyStreams)
 
 
 class _Message(NamedTuple):
-    """A message in flight; ``action`` is its RECV."""
+    """A message in flight; ``action`` is the receiver's RECV."""
 
     sender: _Rank
     receiver: _Rank
@@ -181,7 +181,7 @@ class _Run:
                 continue
             for needed, ago in needs:
                 if times_true[needed] <= iteration - ago and op not in COPY_OPS:
-                    rank.awaits = needed  # copies wait on their streams
+                    rank.awaits = needed  # a copy waits on its own stream instead
                     return
             if op in COMPUTE_OPS or (seconds and op in UPDATE_OPS):
                 rank.since_s = self.clock.now_s
@@ -198,7 +198,7 @@ class _Run:
                 return
 
     def come_true(self, fact: int) -> None:
-        """Note a fact; if its rank waits for it, let the rank continue."""
+        """Count a fact as true once more; if its rank waits for it, let the rank continue."""
         self.times_true[fact] += 1
         rank = self.ranks[self.steps.rank_of[fact]]
         if rank.awaits == fact:
@@ -255,7 +255,7 @@ class _Run:
 
     def _arrive(self, message: _Message) -> None:
         sender, receiver, action, fact, left_s = message
-        # A rank reads each message once per iteration, so counting them tells their iteration.
+        # A rank reads a message once per iteration, so its count is the number of the iteration.
         self._write(receiver, Lane.P2P, left_s, action, self.times_true[fact])
         self.come_true(fact)
         if sender.awaits_arrival is message:
@@ -274,5 +274,5 @@ class _Run:
     def _write(
         self, rank: _Rank, lane: Lane, start_s: float, action: Action | None, iteration: int
     ) -> None:
-        if self.clock.now_s > start_s or lane is Lane.COMPUTE:  # a stage may hold no layers
+        if self.clock.now_s > start_s or lane is Lane.COMPUTE:  # without layers, 0 s long
             rank.spans.append(Span(lane, start_s, self.clock.now_s, action, iteration))

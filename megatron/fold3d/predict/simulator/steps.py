@@ -1,7 +1,7 @@
 """A plan in the form that the simulator runs: with durations, and numbers instead of names.
 
-A *fact* is that an action on a link is over, or that the input of a computation has arrived, and is
-named by that action. It has a number, and it comes true once per iteration.
+A *fact* says that an action on a link has ended, or that the input of a computation has arrived. It
+is named by the action or the computation, has a number, and comes true once per iteration.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -28,10 +28,10 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 
 NO_FACT = -1
-_MOST_EXCHANGES = 8  # of a computation; more make no message faster or slower
+_MOST_EXCHANGES = 8  # all-to-alls of a computation; simulating more changes no other traffic
 Name = tuple[int, Op, int | None]
-"""What a fact is about: equal to an action, and made in less time."""
-_INPUTS = {  # by computation: from its stage to that of the one whose result it reads
+"""The name of a fact: a plain tuple equals an `Action`, and is faster to make."""
+_INPUTS = {  # by computation: the distance to the stage whose result it reads
     op: need.step for op, row in TABLE.items() for need in row.needs if need.which is Which.INPUT
 }
 _ON_END = {op: (op, step) for op, step in _INPUTS.items()}
@@ -39,43 +39,43 @@ _AT_SEND = {op: (sent := TABLE[op].needs[0].op, _INPUTS[sent]) for op in SEND_OP
 
 
 class Step(NamedTuple):
-    """An action, its seconds, and the facts it needs and brings about."""
+    """An action with its seconds, the facts that it needs, and the fact that it makes true."""
 
     action: Action
     seconds: float
     needs: tuple[tuple[int, int], ...] = ()
-    """Facts, and of how many iterations ago: what the rank waits for, one after the other."""
+    """Pairs of a fact and a number of iterations ago; the rank waits for one after the other."""
     fact: int = NO_FACT
-    """What it brings about."""
+    """The fact that comes true when the action ends."""
     first: int = 0
-    """The first iteration in which it does anything; before, it takes no time."""
+    """The first iteration in which the action takes time: a carried one has no work before."""
 
 
 class Exchange(NamedTuple):
-    """What a computation sends to experts and back."""
+    """The all-to-alls of a computation with experts on other nodes."""
 
     share: float
-    """Of the computation's seconds, those at the full rate of a NIC."""
+    """The seconds of all-to-alls at the full rate of a NIC, divided by the computation's."""
     number: int
-    """All-to-alls, of equal seconds."""
+    """The number of all-to-alls, all equally long."""
     beside: bool
-    """Whether they run beside the computation."""
+    """Whether all-to-alls overlap the computation."""
 
 
 class Steps:
-    """The programs of a plan as steps, and how they run.
+    """The programs of a plan as steps, with the rules by which they run.
 
     Attributes:
-        sends_waited_for: as in `Link`; nothing if messages are buffered.
-        named: what each fact is about, by its number, as a plain tuple.
-        exchanges: what computations send to experts of other nodes, if there are any.
+        sends_waited_for: see `Link`; empty if messages are buffered.
+        named: the name of each fact, by its number.
+        exchanges: the all-to-alls of computations, if experts are on other nodes.
     """
 
     def __init__(self, plan: Plan, costs: Costs, link: Link) -> None:
         self.plan, self.costs, self.link = plan, costs, link
         self.nics = link.nic_of_rank or tuple(range(plan.num_ranks))
         self.sends_waited_for = frozenset() if costs.sends_are_buffered else link.sends_waited_for
-        # By op: the computation whose result leaves there, and the step to who reads it.
+        # By op: the computation whose result is sent, and the distance to the reading stage.
         self._senders = _ON_END if not plan.has(*P2P_OPS) else _AT_SEND
         self._seconds: dict[Op, tuple[float, ...]] = {
             op: getattr(costs, row.cost) for op, row in TABLE.items() if row.cost
@@ -86,14 +86,14 @@ class Steps:
             ),
         }
         self._recomputed = frozenset().union(*map(recomputed, plan.programs))
-        # Of actions that take another time than all of their op and stage.
+        # Actions whose seconds differ from others of the same op and stage.
         backward_s, early = self._seconds[Op.BACKWARD], self._recomputed
         self._own_s = {
             Action(stage, Op.BACKWARD, number): backward_s[stage] - costs.recompute_s[stage]
             for stage, number in (early if costs.recompute_s else ())
         }
-        self._part: dict[Action, float] = {}  # of what a pair sends
-        self._beside: set[Action] = set()  # during whose all-to-alls another computes
+        self._part: dict[Action, float] = {}  # an action's part of its pair's all-to-alls
+        self._beside: set[Action] = set()  # actions whose all-to-alls overlap computation
         if link.overlap_tensor_parallel:
             from megatron.fold3d.plan.passes.pairs import chains
 
@@ -113,7 +113,7 @@ class Steps:
 
     def _steps(self, program: Program) -> Iterator[Step]:
         kept = frozenset(stage for stage, op, _ in program if op is Op.REDUCE_KEPT)
-        if kept and not any(self.costs.reduced_in_iteration_s):  # then it does nothing
+        if kept and not any(self.costs.reduced_in_iteration_s):  # REDUCE_KEPT takes no time
             program = tuple(action for action in program if action.op is not Op.REDUCE_KEPT)
             kept = frozenset()
         waits, late = Waits(program), carried(program)
@@ -144,7 +144,7 @@ class Steps:
             yield Step(action, seconds, needs, fact, first)
 
     def _pair_up(self, computed: Sequence[Action]) -> None:
-        """Let the computations of a chain run in pairs; an odd one is alone at the end."""
+        """Let the computations of a chain run in pairs; of an odd number, the last runs alone."""
         from megatron.fold3d.predict.simulator.pair_times import in_turns_s
 
         for first, second in zip(computed[::2], computed[1::2], strict=False):
@@ -161,13 +161,13 @@ class Steps:
                 self._own_s[action] = seconds
                 self._part[action] = 2 * seconds / both_s if both_s else 1.0
             self._beside |= {first, second}
-        if computed and computed[0].op is Op.BACKWARD:  # nothing runs beside the one that begins
+        if computed and computed[0].op is Op.BACKWARD:  # the first one begins alone
             self._beside.discard(computed[0])
 
     def _combine(self, both: tuple[Action, Action]) -> None:
-        """Let a forward and a backward hide each other's all-to-alls, each for its share of both.
+        """Let a forward and a backward hide each other's all-to-alls.
 
-        Stock's gain is the most that it can be: ends of the two hide as much as their middle.
+        This is an upper bound on stock's gain, since the ends of both hide as much as the middle.
         """
         whole_s = [self._own_s.get(action, self._whole_s(*action[:2])) for action in both]
         sent_s = sum(self.costs.ep_sync_s[action.stage] for action in both)
@@ -177,10 +177,10 @@ class Steps:
         self._beside.update(both)
 
     def _exchanges(self) -> Iterator[tuple[Action, Exchange]]:
-        """Yield what computations send to experts; of a pair, each sends its part of both."""
+        """Yield each computation's all-to-alls; a pair's are divided in proportion to its times."""
         costs = self.costs
         sends = costs.ep_sync_on_nic and any(costs.ep_sync_s)
-        whole_ops = COMPUTE_OPS - WEIGHT_OPS  # those that pass the layers from end to end
+        whole_ops = COMPUTE_OPS - WEIGHT_OPS  # they run through all layers of a stage
         for action in chain.from_iterable(self.plan.programs) if sends else ():
             stage, op, microbatch = action
             seconds = self._own_s.get(action, self._whole_s(stage, op))
@@ -214,7 +214,7 @@ class Steps:
         return seconds
 
     def _started(self, work: float) -> float:
-        """Return which share of a reduction to shards has started after a share of the work."""
+        """Return the started share of a reduction to shards, after a share of the weight work."""
         shares = self.link.shard_shares
         return max((share for done, share in shares if done <= work), default=0.0)
 

@@ -1,4 +1,4 @@
-"""The DP.sync of one rank: a queue that puts one task at a time on the network."""
+"""A rank's queue of DP.sync, which puts one task at a time on the network."""
 
 import heapq
 from collections.abc import Callable
@@ -26,8 +26,8 @@ class _Task(NamedTuple):
 class SyncQueue:
     """A queue of tasks, in the order of their start or, with "edf", of their deadlines.
 
-    With "edf" a task that is needed earlier interrupts the active one. An earlier iteration's task
-    comes before a later one's; within an iteration the lower segment comes first.
+    With "edf" a task with an earlier deadline interrupts the active one. Deadlines are ordered by
+    iteration, and within an iteration by segment.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SyncQueue:
         self._started = 0
 
     def enqueue_sync(self, step: Step, iteration: int, done: Callable[[int], None]) -> None:
-        """Put a task into the queue, which calls ``done`` with its fact when the task ends."""
+        """Put a task into the queue; ``done`` is called with the step's fact when the task ends."""
         self._started += 1
         action, work_s, _, fact, first = step
         key = (iteration - first, action.stage) if self._earliest_first else (0, 0)

@@ -1,9 +1,9 @@
-"""What the ranks of a run put on the network: messages, DP.sync, and experts' all-to-alls.
+"""The traffic of a run's ranks on the network: messages, DP.sync, and experts' all-to-alls.
 
-All-to-alls between nodes share NICs with the others. They go one after the other, and one is over
-when a rank has sent and received. A computation waits for each of its own. Those of a pair of
-micro-batches run beside it, and it ends when all are over. With a NIC of their own they take the
-seconds of the costs.
+All-to-alls between nodes share NICs with the other traffic. A computation's all-to-alls run one
+after the other; each ends when the rank has sent and received. The computation waits for each of
+them. In a pair of micro-batches they overlap the computation, which ends when all have ended. Alone
+on a NIC, all-to-alls take the seconds of the costs.
 """
 
 from collections import defaultdict, deque
@@ -17,11 +17,10 @@ from megatron.fold3d.predict.simulator.steps import Steps
 
 
 class Traffic:
-    """Starts what uses the network, and runs computations, which may.
+    """Starts messages and DP.sync, and runs computations, whose all-to-alls use the network.
 
     Attributes:
-        network: the NICs. Behind them there is one more pair of links per rank, for DP.sync that
-            stays in the node.
+        network: the NICs, followed by a pair of links per rank for DP.sync that stays in the node.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -44,8 +43,8 @@ class Traffic:
     ) -> None:
         """Send a message from rank to rank; call ``done`` with ``tag`` when it has arrived.
 
-        After its latency it flows through the NICs of both ranks, behind earlier ones of its op
-        from the one to the other, as in one communicator.
+        After its latency the message flows through the NICs of both ranks. Messages of one op
+        between two ranks flow one after the other, as in one communicator.
         """
         costs, link, nics = self._steps.costs, self._steps.link, self._steps.nics
         flows_s = self.clock.now_s + costs.p2p_latency_s
@@ -78,14 +77,14 @@ class Traffic:
     def sync(
         self, rank: int, seconds: float, done: Callable[[Any], None], tag: Any = None
     ) -> list[Flow]:
-        """Make a collective of a rank's DP.sync, which takes so many ``seconds`` by itself."""
+        """Return the flows of a rank's DP.sync, which takes ``seconds`` if it is alone."""
         uses = self._steps.link.routes.of(rank, rank)
         return self.network.collective(self._sync_nics[rank], seconds, done, tag, uses)
 
     def compute(
         self, rank: int, action: Action, seconds: float, done: Callable[[Any], None], tag: Any
     ) -> None:
-        """Begin an action that takes so many ``seconds``; call ``done`` with ``tag`` at its end."""
+        """Begin an action of ``seconds`` without contention; call ``done(tag)`` at its end."""
         exchange = self._steps.exchanges.get(action)
         if exchange is None:
             self.clock.at(self.clock.now_s + seconds, done, tag)
@@ -109,7 +108,7 @@ class Traffic:
                 self.clock.at(self.clock.now_s + computed_s, send, left)
 
         def send(left: int) -> None:
-            nic = self._steps.nics[rank]  # and that of a replica, whose links are as full
+            nic = self._steps.nics[rank]  # stands for a replica's receiving NIC, equally loaded
             self.network.start_flow(self.network.message(nic, nic, sent_s, compute, left - 1))
 
         if beside:
