@@ -594,7 +594,7 @@ def test_chosen_layers_are_those_that_can_be_given(fold3d):
     assert chosen["period_s"] < 0.99 * even["period_s"]
     layers = chosen["layers"]
     assert layers == [13, 12, 12, 11]  # the head is not recomputed
-    assert "L'  none is better\n" in fold3d(f"{SPLIT} --layers auto")[1]
+    assert "L'  no split is faster\n" in fold3d(f"{SPLIT} --layers auto")[1]
     line = f"{SPLIT} --layers {','.join(map(str, layers))}"
     assert json.loads(fold3d(f"{line} --json")[1]) == chosen
     flag = "|".join(f"t*{n}" for n in layers)

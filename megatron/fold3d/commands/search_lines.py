@@ -188,7 +188,7 @@ def _table(found: Search, own: JudgedCandidate | None = None) -> Iterator[str]:
             if (other := _columns(row)[5:]) not in shown:
                 shown.add(other)
                 differs = [new for new, old in zip(other, columns[5:], strict=True) if new != old]
-                yield f"          {row.device_bytes / 2**30:>5.1f} as long: {', '.join(differs)}"
+                yield f"          {row.device_bytes / 2**30:>5.1f} as fast: {', '.join(differs)}"
 
 
 def _columns(choice: JudgedCandidate) -> tuple[str, ...]:
@@ -245,8 +245,8 @@ def _coded(found: Search) -> Iterator[str]:
         c = choice.candidate
         if number == 0:
             yield (
-                "with --delta-param-gather, which trains the same bit for bit, at "
-                f"{c.setup.gathered_bits:.1f} of 16 bits a parameter:"
+                "with --delta-param-gather, which trains the same bit for bit and gathers "
+                f"{c.setup.gathered_bits:.1f} bits of a parameter's 16:"
             )
         stock = found.best_stock
         gain = stock.iteration_s / choice.iteration_s - 1 if stock else 0.0
