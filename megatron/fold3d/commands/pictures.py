@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from itertools import accumulate
 from logging import ERROR, getLogger
+from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.fold3d.observe.report.palette import DARK, PLAIN, SERIES
@@ -148,7 +149,6 @@ def plot_bars(
             below = place(axes, y, group, other, _ROOM * widest)
             middles.append((y + below - 1) / 2)
             y = below + 0.5
-        picture.set_figheight((110 + 16 * y) / 72)
         axes.set_yticks(middles, [*groups])
         axes.set(xlabel=axis, ylim=(y - 1, -1))
         axes.margins(x=0.12)
@@ -158,8 +158,10 @@ def plot_bars(
         handles = {text: bar for bar, text in zip(*axes.get_legend_handles_labels(), strict=True)}
         if stroke := handles.pop(other, None):
             handles[other] = stroke  # behind the bars
+        columns = _columns(handles)
+        further_lines = ceil(len(handles) / columns) - 1
+        picture.set_figheight((110 + 16 * y + 17 * further_lines) / 72)
         if len(handles) > 1:
-            columns = _columns(handles)
             picture.legend(handles.values(), handles, loc="outside lower left", ncols=columns)
         return as_bytes(picture, title, description)
 
