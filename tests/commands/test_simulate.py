@@ -643,7 +643,9 @@ def test_flops_are_the_models_and_those_with_what_is_recomputed(fold3d):
         "simulate --schedule 1f1b --pp 4 --microbatches 8 --model gpt3-14b --cluster a100x32 --tp 8"
     )
     _, out, _ = fold3d(f"{line} --recompute full")
-    assert re.search(r"^per GPU +[\d.]+ TFLOP/s of the model, [\d.]+ computed$", out, re.M)
+    assert re.search(
+        r"^per GPU +[\d.]+ TFLOP/s of the model, [\d.]+ with recomputation$", out, re.M
+    )
     found = {
         how: json.loads(fold3d(f"{line} --recompute {how} --json")[1]) for how in ("none", "full")
     }

@@ -42,7 +42,8 @@ def lines_of(
         own: the run of the user's script as it is.
     """
     yield from _table(found, None if own is None else own.run)
-    yield f"{found.considered} considered, {found.too_large} too large for memory"
+    yield f"{found.considered} configurations considered, {found.too_large} too large for memory"
+    yield "sums: shard is the distributed optimizer's reduce-scatter, whole an all-reduce"
     yield "limit: what takes the largest share of an iteration beside computation"
     yield f"efficiency of layers: {source_of(cluster)}"
     if any(choice.candidate.offload for choice in found.best):
@@ -245,8 +246,8 @@ def _coded(found: Search) -> Iterator[str]:
         c = choice.candidate
         if number == 0:
             yield (
-                "with --delta-param-gather, which trains the same bit for bit and gathers "
-                f"{c.setup.gathered_bits:.1f} bits of a parameter's 16:"
+                "with --delta-param-gather, which trains the same bit for bit, at "
+                f"{c.setup.gathered_bits:.1f} of 16 bits a parameter:"
             )
         stock = found.best_stock
         gain = stock.iteration_s / choice.iteration_s - 1 if stock else 0.0
