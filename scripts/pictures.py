@@ -87,7 +87,7 @@ def delta() -> Grid:
         for part, value in ((_GRADIENTS, size), (_PARAMETERS, own))
     ]
     return Grid(
-        title="bytes for a parameter, all of an iteration",
+        title="bytes that an iteration sends for each parameter",
         numbers=tuple(numbers),
         drawn=(_GRADIENTS, _PARAMETERS),
         is_stacked=True,

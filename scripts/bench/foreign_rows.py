@@ -25,7 +25,7 @@ from statistics import correlation, mean
 from typing import Any
 from urllib.request import urlopen
 
-from megatron.fold3d.commands.pictures import as_bytes, figure
+from megatron.fold3d.commands.pictures import SIZE, as_bytes, figure
 from megatron.fold3d.observe.report.palette import PLAIN, SERIES
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.schedule_word import STOCK
@@ -284,7 +284,10 @@ def draw(found: Sequence[Compared]) -> bytes:
                     markerfacecolor=SERIES[number] if held else "none",
                     label=f"{kind}, {'held' if held else 'open'}" if some else None,
                 )
-        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
+        picture.suptitle(title, x=0.01, ha="left", weight="bold", size=SIZE)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.set(xlabel="measured, seconds", ylabel="predicted, seconds; grey: within 10%")
         axes.legend()
         return as_bytes(picture, title)

@@ -47,7 +47,7 @@ def table4() -> Result:
     return Result(
         name="table4",
         title="Table IV, cost of offloading on V100, micro-batches of 4",
-        grids=(Grid(title="ms", numbers=tuple(numbers), drawn=("fwd", "bwd", "copies")),),
+        grids=(Grid(title="ms", numbers=tuple(numbers), drawn=_COSTS, axis="ms of an iteration"),),
         verdicts=(("copies take less time than forwards and backwards", all(hidden)),),
         notes=(
             "layouts of BERT and CPM are taken from GPT-3 39B; their rates from their A100 rows",
@@ -77,7 +77,13 @@ def fig5() -> Result:
             closed += [Number(f"{model}, {rows}", name, value) for name, value in values.items()]
         longer = simulated[_EQ_2] / by_equation[_EQ_2]
         found.append((f"{model}: iteration over that of eq. 2", (1.0, 1.05), longer))
-    grid = Grid(title="ms", numbers=tuple(numbers), drawn=_PARTS, is_stacked=True)
+    grid = Grid(
+        title="ms",
+        numbers=tuple(numbers),
+        drawn=_PARTS,
+        is_stacked=True,
+        axis="ms of an iteration",
+    )
     beside = Grid(title="Equations, in ms and in GB of a host's activations", numbers=tuple(closed))
     return Result(
         name="fig5",
@@ -88,6 +94,7 @@ def fig5() -> Result:
 
 
 _PARTS = ("fwd", "bwd", "bubble", "dpsync", "ppsync")
+_COSTS = ("fwd", "bwd", "copies")
 _EQ_1, _EQ_2, _EQ_3, _EQ_5 = "Megatron (1)", "FOLD3D (2)", "bubble (3)", "exposed (5)"
 
 

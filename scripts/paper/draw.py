@@ -13,7 +13,14 @@ from megatron.fold3d.observe.report.palette import PLAIN, SERIES, color
 from scripts.paper.results import Grid, Number, Result
 
 _SYSTEMS = ("fold3d", "megatron", "dspeed3d", "zero3")
-_KINDS = {"fwd": "forward", "bwd": "backward", "dpsync": "sync", "ppsync": "p2p", "copies": "copy"}
+_KINDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "DP.sync": "sync",
+    "PP.sync": "p2p",
+    "copies": "copy",
+}
+_SHOWN = {"fwd": "forward", "bwd": "backward", "dpsync": "DP.sync", "ppsync": "PP.sync"}
 _PAINTS = {name: color(kind, 0, 1) for name, kind in _KINDS.items()}
 _PAINTS |= {"bubble": PLAIN["update"], "stock's order": SERIES[3], "the fastest": SERIES[0]}
 
@@ -36,7 +43,7 @@ def draw(result: Result, folder: Path, *, measured: bool = False) -> list[Path]:
         for index, grid in enumerate(grids, 1)
     }
     if result.curves:
-        title = "Loss of a small GPT on real text, measured"
+        title = "Loss of a small GPT, mean of 10 iterations (measured)"
         pictures[folder / f"{result.name}-curves.svg"] = plot_losses(title, result.curves)
     for file, svg in pictures.items():
         file.write_bytes(svg)
@@ -48,7 +55,7 @@ def _picture(result: Result, grid: Grid, how: str) -> bytes:
     for number in grid.numbers:
         if number.column in grid.drawn:
             group, shown = grid.bars.get(number.row, (number.row, number.column))
-            groups[group][shown] = number
+            groups[group][_SHOWN.get(shown, shown)] = number
     names = by_system(chain.from_iterable(groups.values()))
     return plot_bars(
         f"{result.title} ({how})",

@@ -60,8 +60,8 @@ def test_rows_are_sorted_by_time_and_what_takes_as_long_is_one_row():
     assert list(_table(found(*rows, other))) == [
         "iteration   GiB   dp  pp tp seg mbs sums  rec   limit       schedule",
         "   5.00 s  20.0    4   4  8   4   4 shard none  bubble 10%  aiao",
-        "           20.0 as long: whole",
-        "           20.0 as long: sel, aiao tp-pp-dp",
+        "           20.0 as fast: whole",
+        "           20.0 as fast: sel, aiao tp-pp-dp",
         "   5.00 s  20.0    4   4  8   2   4 shard none  compute     aiao",
         "   6.00 s  20.0    4   4  8   4   4 shard none  compute     stock breadth-first",
     ]

@@ -97,7 +97,7 @@ def test_words_are_escaped():
 def test_numbers_of_a_row_vanish_together_from_boxes_that_are_too_narrow():
     for microbatches in (11, 16, 20, 24, 32):
         svg = picture("aiao", a=aiao(microbatches=microbatches)[1])
-        shown = re.findall(r"<text[^>]*font-size: 8px[^>]*>(\d+)</text>", svg)  # no ticks
+        shown = re.findall(r"<text[^>]*font-size: 10px[^>]*>(\d+)</text>", svg)  # no ticks
         assert shown.count("9") == shown.count("10")
     assert "10" in texts(picture("aiao", a=aiao(segments=1, microbatches=11)[1]))
 
@@ -140,6 +140,14 @@ def test_waiting_is_an_outline_inside_its_time():
     assert len(waits) == len(syncs) == 2
     for (left, _, right, _), (first, _, last, _) in zip(waits, syncs, strict=True):
         assert first < left < right < last  # in the row above its DP.sync
+
+
+def test_a_wait_that_is_narrower_than_its_outline_is_filled():
+    plan = serial_grad_sync(build("1f1b", num_ranks=2, num_segments=1, num_microbatches=2))
+    svg = picture("1f1b", a=simulate(plan, Costs.uniform(2, grad_sync_s=0.01)))
+    assert len(boxes(svg, "short-waits-sync")) == 2
+    assert not boxes(svg, "waits-sync")
+    assert re.search(r'id="short-waits-sync-0">\s*<path[^>]*fill: #', svg)
 
 
 def test_a_timeline_of_no_length_can_be_drawn():

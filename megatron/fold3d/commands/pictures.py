@@ -4,11 +4,12 @@ All pictures have one width, one size of words, and the colors of `palette`. An 
 reader's choice of a light or a dark page.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from itertools import accumulate
 from logging import ERROR, getLogger
+from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.fold3d.observe.report.palette import DARK, PLAIN, SERIES
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
 NO_PICTURE = "no picture without matplotlib: pip install '.[plots]' in the checkout of FOLD3D"
 WIDTH, SIZE = 560.0, 12.0
 """Of a picture and of its words, in points: words are 9 pixels high where a phone shows it."""
+CHAR = 0.57
+"""Width of a character over the font size."""
 
 _THICK = 0.86  # of a bar, in the distance to the next one
-_ROOM = 0.15  # of the longest bar, for the value behind a bar
+_ROOM = 0.15  # of the longest bar or stroke, for the value behind a bar
+_HANDLE = 4.0  # of a legend's entry beside its words, over the font size
 _STYLE: Mapping[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fold3d",  # equal pictures are equal files
@@ -87,7 +91,8 @@ def plot_losses(title: str, panels: Mapping[str, Lines]) -> bytes:
         picture.suptitle(title, x=0.01, ha="left", weight="bold", size=SIZE)
         plots = picture.subplots(len(panels), 1)
         for axes, (over, lines) in zip(plots, panels.items(), strict=True):
-            axes.set(xlabel=over, ylabel="loss")
+            are_equal = len(lines) > len({tuple(points) for points in lines.values()}) == 1
+            axes.set(xlabel=over + "; all lines are equal" * are_equal, ylabel="loss")
             axes.set_prop_cycle(color=SERIES)
             axes.grid()
             for number, (name, points) in enumerate(lines.items()):
@@ -136,14 +141,14 @@ def plot_bars(
         description: metadata of the file.
     """
     place = _stack if stacked else _side_by_side
-    widest = max(bar.value or 0.0 for group in groups.values() for bar in group)
+    bars = [bar for group in groups.values() for bar in group]
+    widest = max(value for bar in bars for value in (bar.value, bar.other) if value is not None)
     with figure("pictures", 0) as picture:
         axes, y, middles = picture.subplots(), 0.0, []
         for group in groups.values():
             below = place(axes, y, group, other, _ROOM * widest)
             middles.append((y + below - 1) / 2)
             y = below + 0.5
-        picture.set_figheight((110 + 16 * y) / 72)
         axes.set_yticks(middles, [*groups])
         axes.set(xlabel=axis, ylim=(y - 1, -1))
         axes.margins(x=0.12)
@@ -153,9 +158,18 @@ def plot_bars(
         handles = {text: bar for bar, text in zip(*axes.get_legend_handles_labels(), strict=True)}
         if stroke := handles.pop(other, None):
             handles[other] = stroke  # behind the bars
+        columns = _columns(handles)
+        further_lines = ceil(len(handles) / columns) - 1
+        picture.set_figheight((110 + 16 * y + 17 * further_lines) / 72)
         if len(handles) > 1:
-            picture.legend(handles.values(), handles, loc="outside lower left", ncols=5)
+            picture.legend(handles.values(), handles, loc="outside lower left", ncols=columns)
         return as_bytes(picture, title, description)
+
+
+def _columns(names: Iterable[str]) -> int:
+    """Return how many entries a line of the legend has: all of them if they fit."""
+    widths = [SIZE * (_HANDLE + CHAR * len(name)) for name in names]
+    return len(widths) if sum(widths) <= WIDTH else int(WIDTH / max(widths))
 
 
 def _side_by_side(axes: "Axes", y: float, group: Sequence[Bar], other: str, room: float) -> float:
@@ -205,6 +219,7 @@ def as_bytes(picture: "Figure", title: str, description: str | None = None) -> b
     rules = [
         f'[style*="{what}: {PLAIN[name]}"] {{{what}: {dark} !important}}'
         for name, dark in DARK.items()
+        if name != "page"  # whose color words in dark boxes have on any page
         for what in ("fill", "stroke")
     ]
     page = f"#page path {{fill: {DARK['page']} !important}}"

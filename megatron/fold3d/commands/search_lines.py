@@ -42,7 +42,8 @@ def lines_of(
         own: the run of the user's script as it is.
     """
     yield from _table(found, None if own is None else own.run)
-    yield f"{found.considered} considered, {found.too_large} too large for memory"
+    yield f"{found.considered} configurations considered, {found.too_large} too large for memory"
+    yield "sums: shard is the distributed optimizer's reduce-scatter, whole an all-reduce"
     yield "limit: what takes the largest share of an iteration beside computation"
     yield f"efficiency of layers: {source_of(cluster)}"
     if any(choice.candidate.offload for choice in found.best):
@@ -193,7 +194,7 @@ def _table(found: Search, own: JudgedCandidate | None = None) -> Iterator[str]:
             if (other := _columns(row)[5:]) not in shown:
                 shown.add(other)
                 differs = [new for new, old in zip(other, columns[5:], strict=True) if new != old]
-                yield f"          {row.device_bytes / 2**30:>5.1f} as long: {', '.join(differs)}"
+                yield f"          {row.device_bytes / 2**30:>5.1f} as fast: {', '.join(differs)}"
 
 
 def _columns(choice: JudgedCandidate) -> tuple[str, ...]:

@@ -159,6 +159,7 @@ def views_of(reports: Sequence[Report]) -> list[View]:
                 device_bytes=max(report.peaks, default=None),
                 flops=report.flops,
             ),
+            is_predicted=True,
         )
         for name, report in zip(
             names if len({*names}) == len(names) else lettered(names), reports, strict=True

@@ -2,7 +2,8 @@
 
 A row per rank shows forwards and backwards as boxes with their micro-batch, in a hue per direction
 and a shade per segment. DP.sync and copies are in thin lanes below. Waits for DP.sync or sends are
-outlines in the color of what is waited for. Where the background shows, the rank is idle.
+outlines in the color of what is waited for, and short ones are filled, since an outline would be
+wider than they are. Where the background shows, the rank is idle.
 """
 
 from collections import defaultdict
@@ -11,8 +12,7 @@ from math import ceil
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.fold3d.commands.pictures import SIZE, WIDTH, as_bytes, figure
-from megatron.fold3d.observe.exposure import Exposure
+from megatron.fold3d.commands.pictures import CHAR, SIZE, WIDTH, as_bytes, figure
 from megatron.fold3d.observe.report.page import View
 from megatron.fold3d.observe.report.palette import DARK_TEXT, HUES, PLAIN, color, text_on
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
@@ -48,8 +48,10 @@ _A_LITTLE_MORE = 1.02
 # In points.
 _LEFT, _ACROSS = 52.0, WIDTH - 64
 _SPACE, _LINE, _AXIS = 12.0, 17.0, 44.0  # above words, of each of their lines, and below diagrams
-_THIN = 8.5  # the most of a thin lane
-_CHAR, _BOLD_CHAR = 0.57, 0.66  # width of a character over the font size
+_THIN = 11.0  # the most of a thin lane
+_LABEL = 10.0  # size of words in a box: 7 pixels where a phone shows them
+_OUTLINE = 1.1  # its width
+_BOLD_CHAR = 0.66  # as `CHAR`, of a title
 _COLUMNS = 3  # of the legend
 
 
@@ -72,7 +74,7 @@ def draw(asked: str, title: str, views: Sequence[View]) -> bytes:
     unit, unit_s = next((u for u in _UNITS if end_s >= u[1]), ("s", 1.0))
     legend = _legend(diagrams)
     title_lines = _in_lines(title, _BOLD_CHAR)
-    captions = [_in_lines(_caption(view.row.iteration), _CHAR) for view in views]
+    captions = [_in_lines(_caption(view), CHAR) for view in views]
     names = [[view.name] if len(views) > 1 else [] for view in views]
     num_lines = sum(map(len, (title_lines, *names, *captions))) + ceil(len(legend) / _COLUMNS)
     height = _SPACE * (1 + len(views)) + _LINE * num_lines + _AXIS
@@ -104,12 +106,13 @@ def _in_lines(text: str, of_char: float) -> list[str]:
     return wrap(text, int((WIDTH - 24) / SIZE / of_char), break_on_hyphens=False)
 
 
-def _caption(row: Exposure) -> str:
+def _caption(view: View) -> str:
+    row = view.row.iteration
     exposed = (("DP.sync", row.grad_sync_s), ("PP.sync", row.p2p_s), ("copies", row.copy_s))
     parts = [f"bubble {row.share(row.bubble_s):.1%}"]
     if shares := [f"{what} {row.share(s):.1%}" for what, s in exposed if s > 0]:
         parts.append(f"exposed {', '.join(shares)}")
-    return f"{row.total_s * 1e3:.0f} ms per iteration: {', '.join(parts)}"
+    return f"{view.time(row.total_s)} per iteration: {', '.join(parts)}"
 
 
 class _Diagram:
@@ -122,7 +125,7 @@ class _Diagram:
         used, ranks = {span.lane for span in drawn}, max(1, timeline.num_ranks)
         row = min(22.0, max(3.0, 375 / ranks))
         self.rows: list[tuple[Container[Lane], float]] = [(BUSY_LANES, row)]
-        self.rows += [({lane}, min(_THIN, row / 2.5)) for lane in _THIN_LANES if lane in used]
+        self.rows += [({lane}, min(_THIN, row / 2)) for lane in _THIN_LANES if lane in used]
         self.space = min(1.5, row / 8)
         self.pitch = sum(height + self.space for _, height in self.rows) + min(8.0, row / 3)
         self.height = ranks * self.pitch
@@ -136,7 +139,8 @@ class _Diagram:
         shown = range(0, len(tops), ceil(SIZE / self.pitch))  # names that do not touch each other
         middles = [tops[rank] + self.rows[0][1] / 2 for rank in shown]
         axes.set_yticks(middles, [f"rank {rank}" for rank in shown])
-        boxes = defaultdict[tuple[str, int], list[_Box]](list)
+        point = axes.get_xlim()[1] / _ACROSS
+        boxes = defaultdict[tuple[str, int, bool], list[_Box]](list)
         for lanes, height in self.rows:
             background = PLAIN["row" if lanes is BUSY_LANES else "thin"]
             last = self.last_s / unit_s
@@ -145,26 +149,27 @@ class _Diagram:
                 for span in queued(span for span in spans if span.lane in lanes):
                     times = span.start_s / unit_s, span.end_s / unit_s
                     look, segment, label = _meaning(span, self.timeline.num_ranks)
-                    boxes[look, segment].append(_Box(*times, top, top + height, label))
+                    outlined = look in _OUTLINED and times[1] - times[0] > 4 * _OUTLINE * point
+                    boxes[look, segment, outlined].append(_Box(*times, top, top + height, label))
             tops = [top + height + self.space for top in tops]
         rectangle = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
-        point = axes.get_xlim()[1] / _ACROSS
-        for (look, segment), same in boxes.items():
-            corners = [corner for box in same for corner in box.corners(look, point)]
-            path, paint = Path(corners, rectangle * len(same)), _paint(look, segment, self.segments)
+        for (look, segment, outlined), same in boxes.items():
+            corners = [corner for box in same for corner in box.corners(outlined, point)]
+            path = Path(corners, rectangle * len(same))
+            paint = _paint(look, segment, self.segments, outlined)
             paint["rasterized"] = len(same) > _MOST_VECTORS
+            short = "short-" * (look in _OUTLINED and not outlined)
             # As add_patch, which would also look for limits, point by point.
-            axes.add_artist(PathPatch(path, gid=f"{look}-{segment}", **paint))
+            axes.add_artist(PathPatch(path, gid=f"{short}{look}-{segment}", **paint))
             # 9 and 10 alike: numbers that end in the middle of a row look like an end of the work.
             longest = max(len(box.label) for box in same)
             for left, right, top, bottom, label in same:
-                size = 6 if bottom - top <= _THIN else 8
                 room = (right - left) / point - 2
-                if label and size < bottom - top and longest * size * _CHAR < room:
+                if label and bottom - top > _LABEL and longest * _LABEL * CHAR < room:
                     ink = text_on(look, segment, self.segments) if look in HUES else DARK_TEXT
                     place = (left + right) / 2, (top + bottom) / 2
                     axes.text(
-                        *place, label, size=size, color=ink, ha="center", va="center_baseline"
+                        *place, label, size=_LABEL, color=ink, ha="center", va="center_baseline"
                     )
         for end_s in self.timeline.ends_s:
             axes.axvline(end_s / unit_s, ls="--", lw=0.7, color=PLAIN["soft"])
@@ -181,10 +186,10 @@ class _Box(NamedTuple):
     bottom: float
     label: str
 
-    def corners(self, look: str, point: float) -> list[tuple[float, float]]:
+    def corners(self, outlined: bool, point: float) -> list[tuple[float, float]]:
         """Return the corners; boxes are a little apart, and an outline lies inside of its own."""
         width = self.right - self.left
-        x, y = (0.9, 0.6) if look in _OUTLINED else (0.33 * (width > 3 * point), 0.0)
+        x, y = (0.9, 0.6) if outlined else (0.33 * (width > 3 * point), 0.0)
         x = min(x * point, width / 2)
         left, right, top, bottom = self.left + x, self.right - x, self.top + y, self.bottom - y
         return [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
@@ -203,10 +208,10 @@ def _meaning(span: Span, num_ranks: int) -> tuple[str, int, str]:
     return look, segment, f"DP.sync {segment}" if look == "sync" else ""
 
 
-def _paint(look: str, segment: int, segments: int) -> dict[str, Any]:
-    """Return how a patch is painted: waiting is an outline, all else a fill."""
-    if look in _OUTLINED:
-        return {"facecolor": "none", "edgecolor": PLAIN[look], "lw": 1.1}
+def _paint(look: str, segment: int, segments: int, outlined: bool) -> dict[str, Any]:
+    """Return how a patch is painted: long waits are outlines, all else is a fill."""
+    if outlined:
+        return {"facecolor": "none", "edgecolor": PLAIN[look], "lw": _OUTLINE}
     fill = color(look, segment, segments) if look in HUES else PLAIN[look]
     return {"facecolor": fill, "edgecolor": "none"}
 
@@ -222,7 +227,10 @@ def _legend(diagrams: Sequence[_Diagram]) -> dict[str, list[dict[str, Any]]]:
         if span.lane in _DRAWN
     }
     entries = {
-        name: [_paint(look, s, segments) for s in range(segments if look in HUES else 1)]
+        name: [
+            _paint(look, s, segments, look in _OUTLINED)
+            for s in range(segments if look in HUES else 1)
+        ]
         for look, name in _LEGEND.items()
         if look in drawn
     }

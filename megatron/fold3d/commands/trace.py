@@ -65,7 +65,7 @@ def run(args: Namespace) -> int:
         complain(f"not simulated: {error}")
     else:
         row = Breakdown(of_rank=exposure_of_ranks(simulated))
-        views.append(View(name="simulated", timeline=simulated, row=row))
+        views.append(View(name="simulated", timeline=simulated, row=row, is_predicted=True))
     html = args.html or args.folder / "timeline.html"
     chrome = args.chrome or args.folder / "perfetto.json"
     html.write_text(page(_title(chosen[0]), _caption(chosen, ranks), views), encoding="utf-8")

@@ -36,7 +36,7 @@ class Flops(NamedTuple):
 
     def __str__(self) -> str:
         model, hardware = digits(self.model / 1e12), digits(self.hardware / 1e12)
-        return f"{model} TFLOP/s of the model, {hardware} computed"
+        return f"{model} TFLOP/s of the model, {hardware} with recomputation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

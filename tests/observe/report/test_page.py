@@ -67,6 +67,12 @@ def test_a_page_can_show_one_run_alone():
     assert "data-view" not in html.split("<script")[0]
 
 
+def test_a_prediction_has_three_digits_and_a_measured_time_four():
+    measured, predicted = view("measured", timeline()), view("aiao", timeline())
+    html = page("both", "", [measured, replace(predicted, is_predicted=True)])
+    assert "<b>428 ms</b><span>measured, per iteration; aiao 0.428 s</span>" in html
+
+
 # What a reader does, with real events on the page's elements. `at` is a place in the chart.
 ACT = """
 view.draw();

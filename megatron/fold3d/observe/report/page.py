@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.fold3d.observe.breakdown import COLUMNS, Breakdown, table_ii
 from megatron.fold3d.observe.critical_path import PathStep, critical_path, path_seconds
-from megatron.fold3d.observe.digits import milliseconds
+from megatron.fold3d.observe.digits import digits, milliseconds, seconds
 from megatron.fold3d.observe.report.palette import DARK_TEXT, color, shades, text_on
 from megatron.fold3d.observe.timeline import Lane, Timeline, by_row, queued
 from megatron.fold3d.plan.ir import gc_paused
@@ -45,6 +45,15 @@ class View:
     name: str
     timeline: Timeline
     row: Breakdown
+    is_predicted: bool = False
+
+    def ms(self, time_s: float) -> str:
+        """Return milliseconds with the digits that are known."""
+        return digits(1e3 * time_s) if self.is_predicted else milliseconds(time_s)
+
+    def time(self, time_s: float) -> str:
+        """Return a time with its unit and the digits that are known."""
+        return seconds(time_s) if self.is_predicted else f"{milliseconds(time_s)} ms"
 
 
 @gc_paused()
@@ -148,12 +157,13 @@ def _tiles(views: Sequence[View], gain: str | None) -> Iterator[str]:
 
     def tile(text: str, name: str, *compared: str) -> str:
         beside = "".join(
-            f", {other} {escape(v.name)}" for other, v in zip(compared, others, strict=True)
+            f"; {escape(v.name)} {other}" for other, v in zip(compared, others, strict=True)
         )
         return f"<li><b>{text}</b><span>{name}{beside}</span></li>"
 
-    times = [f"{milliseconds(view.row.iteration.total_s)} ms" for view in views]
-    yield tile(times[0], "per iteration", *times[1:])
+    times = [view.time(view.row.iteration.total_s) for view in views]
+    of_run = f"{escape(views[0].name)}, per iteration" if others else "per iteration"
+    yield tile(times[0], of_run, *times[1:])
     if gain is not None:
         yield f"<li><b>{gain}</b><span>than stock of the same layout</span></li>"
     for field, name in exposed.items():
@@ -181,21 +191,21 @@ def _time_section(views: Sequence[View]) -> Iterator[str]:
     rows = [view.row for view in views]
     yield '<section aria-labelledby="time"><h2 id="time">Where the time goes</h2>'
     yield '<p class="soft small">An iteration, mean over ranks: the columns of the FOLD3D paper’s '
-    yield "Table II. DP.sync and PP.sync are what nothing hides.</p>"
-    yield from _bars((view.name, view.row.iteration._asdict(), COLUMNS) for view in views)
+    yield "Table II. DP.sync and PP.sync count what no computation hides.</p>"
+    yield from _bars((view, view.row.iteration._asdict(), COLUMNS) for view in views)
     titles, times_s = table_ii(*(row.iteration for row in rows))
     extra = list(_extra_columns(rows))
     yield _table(
         ["ms", *titles, *(name for name, _ in extra)],
         *(
-            [view.name, *map(milliseconds, times_s[i]), *(texts[i] for _, texts in extra)]
+            [view.name, *map(view.ms, times_s[i]), *(texts[i] for _, texts in extra)]
             for i, view in enumerate(views)
         ),
     )
     for view in views:
         yield f"<details><summary>{escape(_capital(view.name))}, each rank</summary>"
         titles, times_s = table_ii(*view.row.of_rank)
-        cells = ((f"rank {n}", *map(milliseconds, of_rank)) for n, of_rank in enumerate(times_s))
+        cells = ((f"rank {n}", *map(view.ms, of_rank)) for n, of_rank in enumerate(times_s))
         yield _table(["ms", *titles], *cells)
         yield "</details>"
     yield "</section>"
@@ -238,36 +248,35 @@ def _path_section(views: Sequence[View], paths: Sequence[Sequence[PathStep]]) ->
     yield '<p class="soft small">The chain of work and transfers that made the run as long as it '
     yield "is, from its end backwards. Making anything else faster gains nothing.</p>"
     yield from _bars(
-        (view.name, path_seconds(path), _PATH_NAMES)
-        for view, path in zip(views, paths, strict=True)
+        (view, path_seconds(path), _PATH_NAMES) for view, path in zip(views, paths, strict=True)
     )
     yield "</section>"
 
 
-def _bars(rows: Iterator[tuple[str, dict[str, float], dict[str, str]]]) -> Iterator[str]:
+def _bars(rows: Iterator[tuple[View, dict[str, float], dict[str, str]]]) -> Iterator[str]:
     """A bar per row, all on one scale."""
     known = list(rows)
-    longest_s = max(sum(seconds.values()) for _, seconds, _ in known) or 1.0
+    longest_s = max(sum(times_s.values()) for _, times_s, _ in known) or 1.0
     yield '<div class="shares">'
-    for name, seconds, titles in known:
-        total_s = sum(seconds.values())
-        yield f"<span>{escape(name)}</span>"
+    for view, times_s, titles in known:
+        total_s = sum(times_s.values())
+        yield f"<span>{escape(view.name)}</span>"
         yield f'<div><div class="stack" style="width:{100 * total_s / longest_s:.2f}%">'
         for field in titles:
-            if seconds.get(field, 0) > 0:
-                yield _piece(titles[field], _KINDS.get(field), seconds[field], total_s)
-        yield f'</div></div><span class="of">{milliseconds(total_s)} ms</span>'
+            if (time_s := times_s.get(field, 0)) > 0:
+                time = view.time(time_s)
+                yield _piece(titles[field], _KINDS.get(field), time, time_s / total_s)
+        yield f'</div></div><span class="of">{view.time(total_s)}</span>'
     yield "</div>"
 
 
-def _piece(title: str, kind: str | None, seconds: float, total_s: float) -> str:
-    share = seconds / total_s
+def _piece(title: str, kind: str | None, time: str, share: float) -> str:
     paint = "background:var(--row);color:var(--soft)"
     if title == COLUMNS["optimizer_s"]:
         paint = f"background:var(--update);color:{DARK_TEXT}"
     if kind is not None:
         paint = f"background:{color(kind, 0, 1)};color:{text_on(kind, 0, 1)}"
-    tip = f"{title}: {milliseconds(seconds)} ms, {share:.1%}"
+    tip = f"{title}: {time}, {share:.1%}"
     return (
         f'<div style="width:{100 * share:.3f}%;{paint}" title="{escape(tip)}">'
         f"<span>{title} {share:.1%}</span></div>"

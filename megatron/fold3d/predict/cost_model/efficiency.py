@@ -36,7 +36,7 @@ def source_of(cluster: Cluster) -> str:
         return f"measured on {rows} sizes of a layer by fold3d doctor"
     if cluster.memory_bytes_per_s:
         off = f"{WORST_HELD_OUT:.0%}"
-        return f"a roofline, within {off} of what was published of A100 and V100; {_MEASURE}"
+        return f"a roofline, within {off} of published A100 and V100 times; {_MEASURE}"
     return f"{cluster.compute_efficiency:.0%} for all sizes, as the cluster's file says; {_MEASURE}"
 
 

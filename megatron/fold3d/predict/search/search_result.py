@@ -64,7 +64,7 @@ class Search:
 
     @property
     def ours(self) -> JudgedCandidate | None:
-        """The fastest that Megatron cannot run without us; a plainer one if it is nearly as fast."""
+        """The fastest that Megatron cannot run without us; a plainer one if nearly as fast."""
         plainest_first = [c for c in (self.uncoded, *reversed(self.coded)) if c is not None]
         best_s = min((c.iteration_s for c in plainest_first), default=0.0)
         near = (c for c in plainest_first if c.iteration_s < (1 + WORTHWHILE) * best_s)

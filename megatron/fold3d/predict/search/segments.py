@@ -91,7 +91,7 @@ def with_layers(
             return chosen
     if len(set(layout.layers)) == 1:
         return by_iteration_time({best: layout.iteration_s}, 0.0)
-    how = "none is better" if layout.is_exact else f"the best of {layout.simulated} that were tried"
+    how = "no split is faster" if layout.is_exact else f"the best of {layout.simulated} splits"
     reason = f"layers {','.join(map(str, layout.layers))} take {layout.iteration_s:.3g} s, {how}"
     if chosen is not None:
         reason += f"; even ones: {chosen.reason}"

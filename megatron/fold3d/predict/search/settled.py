@@ -141,7 +141,7 @@ class PredictedRun:
         best = best_partition(
             c.layers, iteration_s=iteration_s, times=times, most_simulated=_MOST_LAYOUTS
         )
-        how = "none is better" if best.is_exact else f"best of {best.simulated} tried"
+        how = "no split is faster" if best.is_exact else f"the best of {best.simulated} splits"
         return replace(self, candidate=replace(c, layers=best.layers), how=how)
 
     def _with_counts(self) -> Self:

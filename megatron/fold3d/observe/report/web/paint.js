@@ -2,8 +2,8 @@
 // Draws the model on canvases. What is narrower than a pixel is drawn once per pixel, so that the
 // cost of a picture follows its width and not the number of actions.
 
-const RANK = 62, RIGHT = 12;
-let GUTTER = 132; // what is beside the chart: ranks, and behind them the names of runs
+const RIGHT = 12;
+let GUTTER = 132, RANK = 62; // what is beside the chart: ranks, and behind or below them the names of runs
 const FAINT = 0.22; // what a search has not found
 
 /** Where every lane is, from top to bottom; recomputed when views are shown or hidden. */
@@ -95,27 +95,29 @@ class Painter {
     c.restore();
   }
 
-  /** Give names of runs the room that they need, but at most a third of the width. */
+  /** Give names of runs the room that they need, but at most a third of the width: below ranks if not behind. */
   makeRoom(c, width) {
     c.font = `12px ${this.font}`;
     const names = this.model.views.filter((view) => view.shown).map((view) => c.measureText(view.name).width);
-    GUTTER = Math.ceil(Math.min(RANK + Math.max(...names) + 8, width / 3));
+    const widest = Math.max(...names) + 8;
+    RANK = 62 + widest > width / 3 ? 0 : 62;
+    GUTTER = Math.ceil(Math.max(62, Math.min(RANK + widest, width / 3)));
   }
 
   gutter(c, layout) {
     c.textBaseline = "middle";
     for (const { rank, view, top, height, first } of layout.blocks) {
-      const middle = top + height / 2;
+      const middle = top + height / 2, below = first && !RANK ? 7 : 0;
       if (first) {
         c.font = `600 ${Math.min(13.5, height + 2)}px ${this.font}`;
         c.fillStyle = this.color.ink;
-        c.fillText(`rank ${rank}`, 0, middle);
+        c.fillText(`rank ${rank}`, 0, middle - below);
       }
       c.font = `${Math.min(12, height + 1)}px ${this.font}`;
       c.fillStyle = this.color.soft;
       let name = view.name;
       while (name.length > 1 && c.measureText(name).width > GUTTER - RANK - 4) name = `${name.slice(0, -2)}…`;
-      c.fillText(name, RANK, middle);
+      c.fillText(name, RANK, middle + below);
     }
   }
 
