@@ -159,7 +159,3 @@ class _PairedWork:
         done = bool(self._work.wait(*timeout))
         self._end()
         return done
-
-    def is_completed(self) -> bool:
-        """Whether the collective is complete."""
-        return bool(self._work.is_completed())
