@@ -104,10 +104,10 @@ def install_schedule(
 
             patches += finished_sums.patches()
     with apply(combined(patches)) as stack:
-        if run.tracer is not None:
-            stack.enter_context(run.tracer)
         if executor is not None:
             stack.push(executor)
+        elif run.tracer is not None:
+            stack.enter_context(run.tracer)
         if run.delta is not None:
             stack.push(run.delta.tell)
         return stack.pop_all()
@@ -168,7 +168,7 @@ def _parts(run: _Run) -> "Iterator[Part]":
     if c.num_ranks > 1:
         yield _transfers(run)
     if run.tracer is not None:
-        yield from _made("trace.recorded_actions:RecordedActions", run.tracer)
+        yield run.tracer
     if c.job.shards != "off":
         yield from _made("shard_buffers:ShardBuffers", "param_data")
     yield from _dp_sync(run)
