@@ -7,7 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fold3d_patches.registry import Patch, apply, combined
+from fold3d_patches.registry import Patch, apply
 from megatron.fold3d.upstream import versions
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def install_schedule(
             from fold3d_patches.schedule import finished_sums
 
             patches += finished_sums.patches()
-    with apply(combined(patches)) as stack:
+    with apply(patches) as stack:
         if executor is not None:
             stack.push(executor)
         elif run.tracer is not None:
