@@ -30,14 +30,7 @@ import torch
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.ir import Action, Op, Program
-from megatron.fold3d.plan.ops import (
-    BACK,
-    COMPUTE_OPS,
-    COPY_OPS,
-    FORTH,
-    TO_DEVICE_OPS,
-    TO_HOST_OPS,
-)
+from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.policy.offload_choice import OffloadTimes, choose_offload
 from megatron.fold3d.runtime.device import free_device_bytes
@@ -105,13 +98,10 @@ class Offloader(Feature):
     def choice(self, program: Program) -> OffloadChoice:
         """Return which of a program's activations to offload, and when; sets `depth`."""
         if self._timer is not None and self._num_iterations > 1:
-            ops = FORTH.compute, BACK.compute, *TO_HOST_OPS, *TO_DEVICE_OPS
-            if (means_s := self._timer.means_s(*ops)) is not None:
-                free = free_device_bytes(self._device)
-                self._measured = OffloadTimes(
-                    self._slots.activation_bytes, self.peak, free, *means_s
-                )
-                self._timer = None
+            timed = Op.FORWARD, Op.BACKWARD, Op.OFFLOAD, Op.RELOAD
+            if (means_s := self._timer.means_s(*timed)) is not None:
+                sizes = self._slots.activation_bytes, self.peak, free_device_bytes(self._device)
+                self._measured, self._timer = OffloadTimes(*sizes, *means_s), None
         computations = tuple(action for action in program if action.op in COMPUTE_OPS)
         key = len(computations), bool(self._slots.activation_bytes), self._measured is not None
         if key not in self._chosen:
