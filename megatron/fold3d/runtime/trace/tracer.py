@@ -47,7 +47,7 @@ class Tracer(Feature):
 
     Attributes:
         stages: those of this rank's bucket groups, from the first iteration on.
-        plan: of the latest training iteration; stock has none.
+        plan: of the latest iteration that the user asked for; stock has none.
     """
 
     def __init__(self, config: Fold3DConfig, metrics: Metrics) -> None:
@@ -59,6 +59,8 @@ class Tracer(Feature):
         self._metrics = metrics
         self._recorded: list[IterationTrace] = []
         self._is_over = False  # written, or given up
+        self._is_asked_for = False  # the latest iteration
+        self._num_microbatches = 0  # of the latest that is
         self.stages: dict[Any, int] = {}
         self.plan: Plan | None = None
 
@@ -71,6 +73,9 @@ class Tracer(Feature):
             for bucket_group in bucket_groups(chunk)
         }
         with self.recorder.iteration(number):
+            self._is_asked_for = number in (self._iterations or ())
+            if self._is_asked_for:  # the next one may have others before this one is written
+                self._num_microbatches = get_num_microbatches()
             yield
 
     def stage(self, segment: int) -> int:
@@ -79,8 +84,8 @@ class Tracer(Feature):
         return segment * self._config.num_ranks + rank
 
     def prepare(self, iteration: Iteration) -> None:
-        """Keep the plan of the latest training iteration."""
-        if iteration.trains:
+        """Keep the plan of an iteration that the user asked for."""
+        if iteration.trains and self._is_asked_for:
             self.plan = iteration.plan
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
@@ -132,7 +137,7 @@ class Tracer(Feature):
 
     def _write(self) -> None:
         self._is_over = True
-        rank, num_microbatches = dist.get_rank(), get_num_microbatches()
+        rank = dist.get_rank()
         plan = self.plan if rank == 0 else None  # stock has none
         trace = RankTrace(
             rank=rank,
@@ -142,7 +147,7 @@ class Tracer(Feature):
             cp_rank=parallel_state.get_context_parallel_rank(),
             num_ranks=self._config.num_ranks,
             num_segments=self._config.num_segments,
-            num_microbatches=num_microbatches,
+            num_microbatches=self._num_microbatches,
             schedule=self._config.choice.order,
             plan="" if plan is None else plan.to_text(),
             iterations=tuple(self._recorded),
