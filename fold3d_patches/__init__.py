@@ -7,7 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fold3d_patches.registry import Patch, apply, combined
+from fold3d_patches.registry import Patch, apply
 from megatron.fold3d.upstream import versions
 
 if TYPE_CHECKING:
@@ -103,11 +103,11 @@ def install_schedule(
             from fold3d_patches.schedule import finished_sums
 
             patches += finished_sums.patches()
-    with apply(combined(patches)) as stack:
-        if run.tracer is not None:
-            stack.enter_context(run.tracer)
+    with apply(patches) as stack:
         if executor is not None:
             stack.push(executor)
+        elif run.tracer is not None:
+            stack.enter_context(run.tracer)
         if run.delta is not None:
             stack.push(run.delta.tell)
         return stack.pop_all()
@@ -168,7 +168,7 @@ def _parts(run: _Run) -> "Iterator[Part]":
     if c.num_ranks > 1:
         yield _transfers(run)
     if run.tracer is not None:
-        yield from _made("trace.recorded_actions:RecordedActions", run.tracer)
+        yield run.tracer
     if c.job.shards != "off":
         yield from _made("shard_buffers:ShardBuffers", "param_data")
     yield from _dp_sync(run)

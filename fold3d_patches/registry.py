@@ -3,13 +3,12 @@
 Keeps one invariant: after `apply` raises, and after its stack closes, every symbol is restored.
 """
 
-import dataclasses
 import functools
 import inspect
 import logging
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
@@ -74,40 +73,28 @@ def around(target: str, ours: Callable[..., Any], **others: Any) -> Patch:
     return Patch(target=target, make=make, **others)
 
 
-def combined(patches: Iterable[Patch]) -> list[Patch]:
-    """Return one patch for each symbol: of several, the later is around what the earlier makes."""
-    found: dict[str, Patch] = {}
-    for patch in patches:
-        inner = found.get(patch.target)
-        found[patch.target] = patch if inner is None else _around_another(patch, inner)
-    return list(found.values())
-
-
-def _around_another(outer: Patch, inner: Patch) -> Patch:
-    return dataclasses.replace(
-        outer,
-        make=lambda upstream: outer.make(inner.make(upstream)),
-        rebinds=(*inner.rebinds, *outer.rebinds),
-    )
-
-
 def apply(patches: Sequence[Patch]) -> ExitStack:
     """Install every patch, or none of them; closing the stack restores upstream.
 
+    Of several patches of one symbol, the later is around what the earlier makes.
+
     Raises:
-        PatchError: a version, a symbol or a signature is not the one the patch was written for.
+        PatchError: a version, a symbol or a signature is not the one the patch was written for, or
+            patches that are not closed yet have the symbol.
     """
     if any(patch.target.startswith("megatron.") for patch in patches):
         check_version()
+    before = frozenset(_patched)
     with ExitStack() as undo:
         for patch in patches:
             try:
-                _install(patch, undo)
+                _install(patch, undo, before)
             except Exception as error:
                 error.add_note(f"patch of {patch.target}; nothing stays patched")
                 raise
             logger.debug("patched %s", patch.target)
-        logger.info("patched %d symbols of Megatron and torch", len(patches))
+        symbols = {patch.target for patch in patches}
+        logger.info("patched %d symbols of Megatron and torch", len(symbols))
         return undo.pop_all()
 
 
@@ -134,9 +121,9 @@ def check_version() -> None:
         )
 
 
-def _install(patch: Patch, undo: ExitStack) -> None:
+def _install(patch: Patch, undo: ExitStack, before: Collection[tuple[int, str]]) -> None:
     owner, name = _locate(patch.target)
-    if (id(owner), name) in _patched:
+    if (id(owner), name) in before:
         raise PatchError(f"{patch.target} is patched already; close that patch first")
     upstream = inspect.getattr_static(owner, name)
     wrap = type(upstream) if isinstance(upstream, staticmethod | classmethod) else None
@@ -144,10 +131,10 @@ def _install(patch: Patch, undo: ExitStack) -> None:
     _check_parameters(patch, function)
     made = patch.make(function)
     ours = wrap(made) if wrap else made
-    inherited = name not in vars(owner)
+    there = vars(owner).get(name, _ABSENT)  # where it is inherited
 
-    _swap(owner, name, upstream, ours, inherited=inherited)
-    undo.callback(_swap, owner, name, ours, _ABSENT if inherited else upstream)
+    _swap(owner, name, there, ours)
+    undo.callback(_swap, owner, name, ours, there)
     _patched.add((id(owner), name))
     undo.callback(_patched.discard, (id(owner), name))
     for site in patch.rebinds:
@@ -186,8 +173,8 @@ def _rebind(site: str, old: Any, new: Any) -> None:
         _swap(*_locate(site), old, new)
 
 
-def _swap(owner: Any, name: str, old: Any, new: Any, *, inherited: bool = False) -> None:
-    if not inherited and vars(owner).get(name) is not old:
+def _swap(owner: Any, name: str, old: Any, new: Any) -> None:
+    if vars(owner).get(name, _ABSENT) is not old:
         raise PatchError(f"{owner}.{name} is not what it was; some other code replaced it")
     if new is _ABSENT:
         delattr(owner, name)

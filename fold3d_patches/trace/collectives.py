@@ -5,7 +5,7 @@ Change: a trace gets each from its launch to its end, and the wait for it.
 Remove when: Megatron's DDP calls hooks around its collectives.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fold3d_patches.registry import Patch, around
@@ -55,7 +55,7 @@ def _patches(
         return f"{tracer.stages.get(self)}{launched(self, *args, **kwargs)}"
 
     def start(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        def launch() -> Iterable[Any]:
+        def launch() -> Sequence[Any]:
             upstream(self, *args, **kwargs)
             return getattr(getattr(self, handle), "works", ())
 
@@ -63,7 +63,7 @@ def _patches(
             launch()
         else:
             names[self] = name(self, *args, **kwargs)
-            ends[self] = recorder.collective(names[self], kind, launch)
+            _, ends[self] = recorder.collective(names[self], kind, launch)
 
     def finish(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         # Each module's hook waits again for gathered parameters.

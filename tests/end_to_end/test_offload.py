@@ -159,7 +159,7 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     """Train; with what was moved."""
     from megatron.fold3d.policy.offload_choice import choose_offload
     from megatron.fold3d.runtime.executor import Computations, Executor
-    from megatron.fold3d.runtime.offload import offload_tuner
+    from megatron.fold3d.runtime.offload import offloader
     from megatron.fold3d.runtime.offload.offloader import Offloader
     from megatron.fold3d.runtime.transfers.host_link import HostLink
     from megatron.fold3d.runtime.transfers.p2p import P2P
@@ -167,7 +167,7 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     def chosen(*args: Any, **options: Any) -> OffloadChoice:
         return replace(choose_offload(*args, **options), depth=depth)  # a CPU's copies have one
 
-    offload_tuner.choose_offload = chosen
+    offloader.choose_offload = chosen
 
     counts = Counts([])
     run, forward, post = Executor.__call__, Computations.forward, P2P.post

@@ -143,13 +143,21 @@ def test_all_patches_are_installed_or_none(upstream: Any) -> None:
     assert upstream.three is three
 
 
-def test_a_second_patch_of_one_symbol_is_refused(upstream: Any) -> None:
+def test_a_patch_of_a_symbol_that_is_patched_is_refused(upstream: Any) -> None:
     patch = Patch(target="upstream:three", make=double)
     with apply([patch]), pytest.raises(PatchError, match="upstream:three is patched already"):
         apply([patch])
-    with pytest.raises(PatchError, match="upstream:three is patched already"):
-        apply([patch, patch])
     apply([patch]).close()
+
+
+def test_of_patches_that_come_together_the_later_is_around_the_earlier(upstream: Any) -> None:
+    user, rebinds = sys.modules["upstream_user"], ("upstream_user:three",)
+    doubled = Patch(target="upstream:three", make=double, rebinds=rebinds)
+    with apply(
+        [doubled, around("upstream:three", lambda call, size: call(size) + 1, rebinds=rebinds)]
+    ):
+        assert user.three(1) == upstream.three(1) == 7
+    assert user.three is upstream.three is three
 
 
 @pytest.mark.parametrize(

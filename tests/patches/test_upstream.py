@@ -20,7 +20,7 @@ from fold3d_patches import (
     parsed_once,
     unfused_layers,
 )
-from fold3d_patches.registry import Patch, apply, combined
+from fold3d_patches.registry import Patch, apply
 from fold3d_patches.schedule import (
     backward_post_hook,
     checkpoint,
@@ -55,7 +55,7 @@ DUE = DueSteps(CONFIG)
 TRACED = replace(CONFIG, trace=Path("trace"))
 NO_METRICS = Metrics(lambda: None, lambda: None)
 TRACER = Tracer(TRACED, NO_METRICS)
-BY_FEATURE = (
+PATCHES = (
     compile_helpers.patch(),
     many_queues.patch(),
     checkpoint.patch(Offloader(CONFIG)),
@@ -85,7 +85,6 @@ BY_FEATURE = (
     *(parsed_once.patches() if versions.pretrain_parses_flags() else ()),
     *(finished_sums.patches() if versions.sums_are_awaited_once() else ()),
 )
-PATCHES = combined(BY_FEATURE)
 ROOT = Path(__file__).parents[2]
 
 

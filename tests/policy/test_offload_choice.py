@@ -24,7 +24,7 @@ from megatron.fold3d.policy.offload_choice import (
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.runtime.events import Events
-from megatron.fold3d.runtime.offload import host_memory, offload_tuner
+from megatron.fold3d.runtime.offload import host_memory, offloader
 from megatron.fold3d.runtime.offload.copies import Copies, Watch
 from megatron.fold3d.runtime.offload.offloader import Offloader
 from tests.configs import CONFIG
@@ -213,7 +213,7 @@ def test_a_run_measures_chooses_and_is_as_fast_as_was_predicted(
     depth: int,
     late: int,
 ):
-    monkeypatch.setattr(offload_tuner, "free_device_bytes", lambda _: spare * 512 * 10 // 9 + spare)
+    monkeypatch.setattr(offloader, "free_device_bytes", lambda _: spare * 512 * 10 // 9 + spare)
     device = VirtualDevice(monkeypatch, copy_s)
     config = replace(CONFIG, offload_everything=True, saved_bytes=512)
     config = replace(config, offload_activations="auto" if sparing else "on")

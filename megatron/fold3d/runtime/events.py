@@ -3,7 +3,7 @@
 Keeps one invariant: a run without a trace loads no recorder. Its features report to `UNHEARD`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -39,19 +39,18 @@ class Events:
         """Add ``amount`` to one of the iteration's counters."""
 
     def collective(
-        self, name: object, kind: str, launch: "Callable[[], Iterable[Launched]]"
-    ) -> Callable[[], None]:
+        self, name: object, kind: str, launch: "Callable[[], Sequence[Launched]]"
+    ) -> "tuple[Sequence[Launched], Callable[[], None]]":
         """Record a collective from its launch until it is done, without waiting.
 
         Args:
             launch: starts the collective; returns its works in flight, or nothing if it is done.
 
         Returns:
-            A function to call after the wait for the collective. It ends the event if the works
-            cannot report their own end.
+            The works, and a function to call after the wait for them. It ends the event if the
+            works cannot report their own end.
         """
-        launch()
-        return no_end
+        return launch(), no_end
 
 
 def no_end() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.compile import Job, lower
-from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.verify import verify
 
 
@@ -44,6 +44,10 @@ class Plans:
             with self._named():
                 plan = lower(job)
                 verify(plan)
+                if self._config.has_engine_modules and plan.has(Op.WEIGHT):
+                    from megatron.fold3d.plan.weight_order import check_oldest_first
+
+                    check_oldest_first(plan)
             self._plans[job] = plan
         return self._plans[job]
 
@@ -72,10 +76,6 @@ class Plans:
             from megatron.fold3d.plan.passes.pairs import check_pairs
 
             check_pairs(plan)
-        if config.apart and config.has_engine_modules:
-            from megatron.fold3d.plan.weight_order import check_oldest_first
-
-            check_oldest_first(plan)
         if config.recomputes_means:
             from megatron.fold3d.plan.recompute_order import check_recompute_order
 

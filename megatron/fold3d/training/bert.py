@@ -21,12 +21,6 @@ from megatron.core.models.bert.bert_layer_specs import (
     get_bert_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.pipeline_parallel.utils import (
-    is_pp_first_stage,
-    is_pp_last_stage,
-    is_vp_first_stage,
-    is_vp_last_stage,
-)
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers
@@ -69,30 +63,20 @@ class BertModelBuilder(GPTModelBuilder):  # type: ignore[misc]
     def build_model(
         self,
         pg_collection: Any,
-        pre_process: bool | None = None,
-        post_process: bool | None = None,
+        pre_process: bool,
+        post_process: bool,
         vp_stage: int | None = None,
     ) -> BertModel:
-        """Return the chunk of a virtual stage, with the embedding and the heads where they go."""
-        options = self._model_config
-        vocab_size = options.vocab_size
-        if options.should_pad_vocab:
-            from megatron.training.vocab_utils import calculate_padded_vocab_size
+        """Return the chunk of a virtual stage, with the embedding and the heads if asked for.
 
-            vocab_size = calculate_padded_vocab_size(
-                vocab_size, options.make_vocab_size_divisible_by, options.tensor_model_parallel_size
-            )
-        virtual = {"vp_stage": vp_stage, "vp_size": options.virtual_pipeline_model_parallel_size}
-        if pre_process is None:
-            pre_process = is_vp_first_stage(**virtual) and is_pp_first_stage(pg_collection.pp)
-        if post_process is None:
-            post_process = is_vp_last_stage(**virtual) and is_pp_last_stage(pg_collection.pp)
-        has_binary_head = get_args().bert_binary_head
+        The vocabulary is padded: Megatron does so when it builds the tokenizer.
+        """
+        options, has_binary_head = self._model_config, get_args().bert_binary_head
         return BertModel(
             config=options.transformer,
             num_tokentypes=NUM_TOKEN_TYPES if has_binary_head else 0,
             transformer_layer_spec=_layer(options.transformer_impl),
-            vocab_size=vocab_size,
+            vocab_size=options.vocab_size,
             max_sequence_length=options.seq_length,
             pre_process=pre_process,
             post_process=post_process,

@@ -67,8 +67,8 @@ def test_a_collective_ends_in_the_background():
 def test_a_collective_that_cannot_tell_its_end_ends_when_it_was_waited_for():
     record, delivered = recorder(1)
     with record.iteration(1):
-        end = record.collective("0ALL_REDUCE", "grad_sync", lambda: [Mute()])
-        record.collective("2ALL_REDUCE", "grad_sync", list)()  # over when it returned
+        _, end = record.collective("0ALL_REDUCE", "grad_sync", lambda: [Mute()])
+        record.collective("2ALL_REDUCE", "grad_sync", list)[1]()  # over when it returned
     record.flush()
     assert delivered == []
     end()

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import create_group
 
+from megatron.fold3d.runtime.measure.timing import gathered
+
 Ranks = tuple[int, ...]
 
 
@@ -73,9 +75,7 @@ def everyones_groups(ours: AbstractSet[Ranks]) -> list[Ranks]:
 
     All ranks of the job call this together.
     """
-    everyones = [ours] * dist.get_world_size()
-    dist.all_gather_object(everyones, ours)
-    return sorted(set().union(*everyones))
+    return sorted(set().union(*gathered(ours)))
 
 
 def make_groups(

@@ -63,7 +63,7 @@ class Sums:
             chunk: StageGradients(chunk, kept, slice_bytes, self._group_of) for chunk in chunks
         }
         # By chunk that is not waited for: the works of each part, and what ends the part's event.
-        self._in_flight: dict[Any, list[tuple[list[Launched], Callable[[], None]]]] = {}
+        self._in_flight: dict[Any, list[tuple[Sequence[Launched], Callable[[], None]]]] = {}
         self._keeping: dict[Any, list[Any]] = {}
 
     def name_after(self, iteration: Iteration) -> None:
@@ -87,14 +87,11 @@ class Sums:
         if (in_flight := self._in_flight.get(chunk)) is None:
             return  # its step has waited for all, or none is complete
         if pieces := self.gradients[chunk].take(end):
-            works: list[Launched] = []
-
-            def launch() -> Sequence[Launched]:
-                works.extend(piece.reduce() for piece in pieces)
-                return works
-
             name = self._names[chunk].until(end)
-            in_flight.append((works, self._recorder.collective(name, "grad_sync", launch)))
+            launched = self._recorder.collective(
+                name, "grad_sync", lambda: [piece.reduce() for piece in pieces]
+            )
+            in_flight.append(launched)
 
     def start_left(self) -> None:
         """Start all that is complete and was not started, lowest chunk first."""

@@ -1,9 +1,9 @@
 """Keeps saved activations in host memory while no computation needs them (paper Sec. IV).
 
 The plan says when: OFFLOAD starts to copy a micro-batch's activations to the host, during the next
-computation; RELOAD starts to copy them back, some computations before their backward.
-`OffloadTuner` chooses how many activations are offloaded, and how many computations a copy may
-overlap; `HostSlots` provides the host memory.
+computation; RELOAD starts to copy them back, some computations before their backward. An iteration
+is measured, and then decides how many activations are offloaded, and how many computations a copy
+may overlap. `HostSlots` provides the host memory.
 
     compute        0F0 ──┐   0F1    ┌── 0F2   ...   0B1 ──┐   0B2    ┌── 0B0
                          │          │                     │          │
@@ -16,6 +16,7 @@ With depth 1, as here, a copy overlaps one computation. The copy starts when the
 computation ends, and the next computation waits for it. Neither the host nor another rank waits.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,16 +30,20 @@ import torch
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.ir import Action, Op, Program
-from megatron.fold3d.plan.ops import COPY_OPS, TO_HOST_OPS
+from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
+from megatron.fold3d.policy.offload_choice import OffloadTimes, choose_offload
+from megatron.fold3d.runtime.device import free_device_bytes
 from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key, within
+from megatron.fold3d.runtime.measure.run_recorder import RunRecorder
 from megatron.fold3d.runtime.measure.saved_bytes import lasting_storages
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.host_slots import HostSlots
-from megatron.fold3d.runtime.offload.offload_tuner import OffloadTuner
 from megatron.fold3d.runtime.offload.saved_tensors import SavedTensors
 from megatron.fold3d.runtime.plans import Plans
+
+logger = logging.getLogger(__name__)
 
 _SMALL = 16  # a hidden state divided by this is too small to offload
 _OFFLOADED = "offloaded_bytes"
@@ -50,6 +55,8 @@ class Offloader(Feature):
     It does nothing in evaluations, which save nothing.
 
     Args:
+        config: with ``--offload-activations auto`` no more leaves than the device's memory
+            requires, as measured in the first two iterations.
         plans: the plans of the run, whose offloads may change from iteration to iteration.
         num_local: the number of ranks on this node, which share its memory.
 
@@ -69,13 +76,18 @@ class Offloader(Feature):
     ) -> None:
         self._device = torch.device(config.device)
         self._slots = HostSlots(config, num_local)
-        self._tuner = OffloadTuner(config, self._slots)
         self.pool = self._slots.pool
         self.copies = copies or Copies(self._device)
         self.held = self.peak = self.num_reloads = 0
         self.depth = 1
         self._everything = config.offload_everything
+        self._sparing = config.offload_activations == "auto"
         self._plans, self._recorder = plans, recorder
+        self._num_iterations = 0
+        self._timer: RunRecorder | None = RunRecorder(self._device)  # until one is measured
+        self._measured: OffloadTimes | None = None
+        # By the number of computations of an iteration, and whether sizes and times are known.
+        self._chosen: dict[tuple[int, bool, bool], OffloadChoice] = {}
         self._travels: frozenset[Key] = frozenset()
         self._lasting: frozenset[int] = frozenset()
         self._smallest_bytes = 0
@@ -85,9 +97,25 @@ class Offloader(Feature):
 
     def choice(self, program: Program) -> OffloadChoice:
         """Return which of a program's activations to offload, and when; sets `depth`."""
-        choice = self._tuner.choose_for(program, self.peak)
-        self.depth = choice.depth
-        return choice
+        if self._timer is not None and self._num_iterations > 1:
+            timed = Op.FORWARD, Op.BACKWARD, Op.OFFLOAD, Op.RELOAD
+            if (means_s := self._timer.means_s(*timed)) is not None:
+                sizes = self._slots.activation_bytes, self.peak, free_device_bytes(self._device)
+                self._measured, self._timer = OffloadTimes(*sizes, *means_s), None
+        computations = tuple(action for action in program if action.op in COMPUTE_OPS)
+        key = len(computations), bool(self._slots.activation_bytes), self._measured is not None
+        if key not in self._chosen:
+            choice = OffloadChoice()
+            if self._measured is not None:
+                choice = choose_offload(computations, self._measured, sparing=self._sparing)
+                many = "all" if choice.at_most is None else f"at most {choice.at_most}"
+                logger.info(
+                    "of %d activations %s leave, each within %d computations, for %s",
+                    *(len(computations) // 2, many, choice.depth, self._measured),
+                )
+            self._chosen[key] = self._slots.fit_choice(computations, choice)
+        self.depth = self._chosen[key].depth
+        return self._chosen[key]
 
     def decide(self, job: Job, rank: int) -> Job:
         """Return the job with this rank's choice of offloads, unless the user's plan has some."""
@@ -108,7 +136,9 @@ class Offloader(Feature):
         program = iteration.program
         self.held = self.peak = 0
         self._recorder.count(_OFFLOADED, 0)  # known where nothing leaves, too
-        self._tuner.begin_iteration()
+        self._num_iterations += 1
+        if self._timer is not None:
+            self._timer.clear()  # of the iteration before
         self._away.clear()
         self._leaving = deque([] for _ in range(self.depth))
         self._travels = frozenset((a.stage, a.microbatch) for a in program if a.op in TO_HOST_OPS)
@@ -241,8 +271,8 @@ class Offloader(Feature):
     def _watched(self, action: Action, kind: str | None = None) -> Iterator[None]:
         """Time the block, an action, for the choice of offloads, and record it if it has a kind."""
         ends = []
-        if self._tuner.recorder is not None and self._travels:
-            ends.append(self._tuner.recorder.open_span(action))
+        if self._timer is not None and self._travels:
+            ends.append(self._timer.open_span(action))
         if kind is not None:
             ends.append(self._recorder.open_span(action, kind))
         yield

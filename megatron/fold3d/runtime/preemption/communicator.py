@@ -26,7 +26,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     set_group,
 )
 from megatron.fold3d.runtime.measure.lanes import all_reduces, message_s
-from megatron.fold3d.runtime.preemption.control_sockets import ControlSockets
+from megatron.fold3d.runtime.preemption.control_sockets import connections
 from megatron.fold3d.runtime.preemption.preemptive_group import PreemptiveGroup
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,8 @@ class PreemptiveCommunicator(Feature):
         atexit.register(self.close)
         if world > 1:
             ring = {(rank - 1) % world, (rank + 1) % world}
-            sockets = self._open.enter_context(ControlSockets({*neighbours, *ring} - {rank}))
-            self._links = self._extension.ControlLinks(self._scheduler, sockets.connections)
+            opened = self._open.enter_context(connections({*neighbours, *ring} - {rank}))
+            self._links = self._extension.ControlLinks(self._scheduler, opened)
 
     def fit_slices(
         self, transfer_bytes: int, dp_group: dist.ProcessGroup, device: torch.device

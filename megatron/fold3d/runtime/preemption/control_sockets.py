@@ -12,9 +12,9 @@ import secrets
 import socket
 import struct
 from collections import deque
-from collections.abc import Collection
-from contextlib import ExitStack, suppress
-from typing import NoReturn, Self
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -29,47 +29,39 @@ _MOST_CALLERS = 256  # of the latest, who may still say it; earlier ones are tur
 Card = tuple[str, int, bytes, set[int]]  # address, port, token, neighbours
 
 
-class ControlSockets:
-    """Connections of this rank to its neighbours; all ranks of the job make theirs together.
+@contextmanager
+def connections(neighbours: Collection[int]) -> Iterator[list[tuple[int, int, str, int]]]:
+    """Connect this rank to its neighbours; all ranks of the job do so together.
 
-    Attributes:
-        connections: (rank, file descriptor, address, port) of each neighbour.
+    Gives (rank, file descriptor, address, port) of each neighbour. At the end of the block this
+    rank stops to listen, and counts as gone.
 
     Raises:
         TimeoutError: a neighbour did not connect.
     """
-
-    def __init__(self, neighbours: Collection[int]) -> None:
-        rank = dist.get_rank()
-        self._listener = socket.create_server((_own_address(), 0), backlog=128)
+    rank = dist.get_rank()
+    with ExitStack() as opened:
+        listener = socket.create_server((_own_address(), 0), backlog=128)
+        opened.enter_context(listener)
         token = secrets.token_bytes(_TOKEN_BYTES)
-        card: Card = (*self._listener.getsockname()[:2], token, set(neighbours))
+        card: Card = (*listener.getsockname()[:2], token, set(neighbours))
         cards = gathered(card)
         wanted = {
             other
             for other, (_, _, _, its) in enumerate(cards)
             if other != rank and (other in neighbours or rank in its)
         }
-        self._sockets: dict[int, socket.socket] = {}
+        sockets: dict[int, socket.socket] = {}
         for other in sorted(wanted):
             if other < rank:
                 address, port, its_token, _ = cards[other]
                 made = socket.create_connection((address, port), timeout=_PATIENCE_S)
                 made.sendall(_HELLO.pack(its_token, rank))
-                self._sockets[other] = made
+                sockets[other] = opened.enter_context(made)
         callers = {other for other in wanted if other > rank}
-        self._sockets |= asyncio.run(accept(self._listener, token, callers, _PATIENCE_S))
-        self.connections = [
-            (other, made.fileno(), *cards[other][:2]) for other, made in self._sockets.items()
-        ]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop listening: from now on this rank counts as gone."""
-        for made in (*self._sockets.values(), self._listener):
-            made.close()
+        for other, made in asyncio.run(accept(listener, token, callers, _PATIENCE_S)).items():
+            sockets[other] = opened.enter_context(made)
+        yield [(other, made.fileno(), *cards[other][:2]) for other, made in sockets.items()]
 
 
 async def accept(

@@ -117,14 +117,11 @@ class PairedGroup(dist.ProcessGroup):
         name = collective(method)
         # A call that waits at once would run on NCCL's stream of the caller, and overlap nothing.
         arguments[-1].asyncOp = True
-        works: list[Any] = []
-
-        def launch() -> Sequence[Any]:
-            works.append(getattr(self.group, name)(*arguments))
-            return works
-
-        end = self._recorder.collective(self._name, self._name.lower().replace(".", "_"), launch)
-        work = _PairedWork(works[0], self._hand_over, end)
+        kind = self._name.lower().replace(".", "_")
+        (launched,), end = self._recorder.collective(
+            self._name, kind, lambda: [getattr(self.group, name)(*arguments)]
+        )
+        work = _PairedWork(launched, self._hand_over, end)
         if self._together.works is None:
             return work
         self._together.works.append(work)
@@ -159,7 +156,3 @@ class _PairedWork:
         done = bool(self._work.wait(*timeout))
         self._end()
         return done
-
-    def is_completed(self) -> bool:
-        """Whether the collective is complete."""
-        return bool(self._work.is_completed())

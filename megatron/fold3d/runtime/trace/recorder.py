@@ -5,7 +5,7 @@ iteration runs. Times are read when a later iteration begins, once the device ha
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -105,16 +105,16 @@ class Recorder(Events):
             self._now.counts[name] = self._now.counts.get(name, 0) + amount
 
     def collective(
-        self, name: object, kind: str, launch: Callable[[], Iterable[Launched]]
-    ) -> Callable[[], None]:
+        self, name: object, kind: str, launch: Callable[[], Sequence[Launched]]
+    ) -> tuple[Sequence[Launched], Callable[[], None]]:
         """Record a collective until it is done, as `Events.collective` says."""
         if not self.is_on:
             return super().collective(name, kind, launch)
         end = self.open_span(name, kind)
-        works = list(launch())
+        works = launch()
         if not works:
             end()
-        return no_end if call_when_done(works, end, self._device) else end
+        return works, no_end if call_when_done(works, end, self._device) else end
 
     def flush(self) -> None:
         """Deliver the iterations whose events have all ended."""

@@ -2,9 +2,10 @@
 
 If a module's ``wgrad_store`` is enabled, its backward computes only the input gradient. It stores
 the operands of the weight gradient, together with the matmul to run on them. ``backward_dw`` takes
-the oldest entry of the store and runs it. With fused accumulation the matmul adds to ``main_grad``;
-otherwise it puts the gradient into ``grad``. Megatron uses this for expert parallelism only
-(``--delay-wgrad-compute``), in all layers of a model.
+the oldest entry of the store and runs it, so `Plans` refuses any other order. With fused
+accumulation the matmul adds to ``main_grad``; otherwise it puts the gradient into ``grad``.
+Megatron uses this for expert parallelism only (``--delay-wgrad-compute``), in all layers of a
+model.
 
     backward of 1B0, 1B1     store  [x0, dy0], [x1, dy1]     DDP's hooks are put off
     1W0                      backward_dw takes  [x0, dy0]    and DDP's hooks run
@@ -22,8 +23,6 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.fold3d.plan.ir import Action
-from megatron.fold3d.plan.weight_order import check_oldest_first
-from megatron.fold3d.runtime.feature import Iteration
 from megatron.fold3d.runtime.weight_grads.by_parameter import SplitBackwards
 
 Hook = Callable[[], None]
@@ -42,15 +41,6 @@ class EngineWeightGrads(SplitBackwards[Any]):
         self._delayed: frozenset[torch.Tensor] = frozenset()
         self._backwards = 0  # that are running: two of a pair
         self._put_off: dict[torch.Tensor, tuple[Hook, torch.Tensor | None]] = {}
-
-    def prepare(self, iteration: Iteration) -> None:
-        """Delay the gradients of the stages that have W or W: actions.
-
-        Raises:
-            PlanError: the WEIGHT actions of a stage are not in the order of its backwards.
-        """
-        check_oldest_first(iteration.plan)
-        super().prepare(iteration)
 
     def choose(self, chunks: Mapping[int, torch.nn.Module]) -> None:
         """Delay the gradients of Transformer Engine's modules in the layers of ``chunks``.
