@@ -2,13 +2,11 @@
 
 import re
 import shlex
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
 from megatron.fold3d.cli import main
-from megatron.fold3d.config.read_config import read_config
 from tests.distributed import run_distributed
 from tests.end_to_end.test_check import _run as checked
 from tests.end_to_end.training import differences, train
@@ -41,17 +39,6 @@ def commands() -> list[str]:
     assert ["--schedule stock" in words for words in found] == [True, False]
     assert "fold3d compare out/stock out/aiao" in block
     return found
-
-
-def test_the_flags_for_gpus_are_accepted(
-    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    for words in commands():
-        layers = "--num-layers 24"  # what the preset stands for, of what is checked
-        words = re.sub(r"--model-preset \S+", layers, words)
-        config = read_config(parser.parse_args(shlex.split(words)))
-        assert (config.device, config.num_ranks, config.num_segments) == ("cuda", 2, 4)
 
 
 @pytest.mark.gloo
