@@ -25,27 +25,25 @@ OVERLAP = "--use-distributed-optimizer --overlap-param-gather --bf16"
 FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1"
 LONGER = "--train-iters 16 --eval-interval 8"
 
-AUTO = "--schedule auto"
+AUTO = "auto"
 CASES: tuple[tuple[Row, tuple[str, ...]], ...] = (
     (  # some steps are clipped, others could be
-        Row(ours=AUTO, flags=LONGER, clip=2.2, segments=4),
+        Row(word=AUTO, flags=LONGER, clip=2.2, segments=4),
         ("aiao:step=next:wgrad=last@2", "breadth-first:wgrad=behind@1:wgrad=last@3"),
     ),
     (
-        Row(ours=AUTO, flags=f"{LONGER} {OVERLAP}", clip=2.2, segments=4),
+        Row(word=AUTO, flags=f"{LONGER} {OVERLAP}", clip=2.2, segments=4),
         ("aiao:optimizer=replicated@0,2,3:wgrad=last@1", "breadth-first"),
     ),
-    (Row(ours=AUTO, flags=f"{LONGER} {FP16}", pp=2, segments=1, dp=1), ()),
+    (Row(word=AUTO, flags=f"{LONGER} {FP16}", pp=2, segments=1, dp=1), ()),
 )
 
 
 @pytest.mark.parametrize(("row", "tried"), CASES, ids=[str(row) for row, _ in CASES])
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[str, ...]) -> None:
-    num_ranks = row.pp * row.dp
-    ours, told = zip(
-        *run_distributed(train_and_choose, num_ranks, row.command(row.ours), tried), strict=True
-    )
-    assert differences(*_comparable(ours, _stock(num_ranks, row.command("--schedule stock")))) == []
+    runs = run_distributed(train_and_choose, row.num_ranks, row.command(row.ours), tried)
+    ours, told = zip(*runs, strict=True)
+    assert differences(*_comparable(ours, _stock(row))) == []
     assert told[1] == []  # one rank tells
     if tried:
         took = ["0.1", "s", "0.1", "s"]
@@ -63,15 +61,16 @@ def test_sums_of_four_replicas_may_be_rounded_otherwise_and_that_is_told() -> No
     # layers have two replicas, experts have four.
     experts = "--num-experts 2 --disable-bias-linear --expert-tensor-parallel-size 1"
     row = Row(
-        ours=AUTO,
+        word=AUTO,
         flags=f"--train-iters 9 --optimizer sgd {SP} {experts}",
         pp=1,
         segments=1,
+        tp=2,
     )
     tried = ("1f1b:step=next",)
     runs = run_distributed(train_and_choose, 4, row.command(row.ours), tried)
     ours, told = zip(*runs, strict=True)
-    check_losses(*_comparable(ours, _stock(4, row.command("--schedule stock"))))
+    check_losses(*_comparable(ours, _stock(row)))
     assert "adds up the gradients of 4 replicas in another order" in told[0][0]
     assert told[0][1].splitlines()[-1].startswith("  1f1b:step=next  0.1 s      0.1 s  kept")
 
@@ -81,10 +80,10 @@ def test_four_replicas_keep_stocks_sums_with_deterministic_mode(
 ) -> None:
     monkeypatch.setenv("NCCL_ALGO", "Ring")  # Megatron demands it
     flags = f"--train-iters 9 --deterministic-mode {OVERLAP}"
-    row = Row(ours=AUTO, flags=flags, pp=1, segments=1, dp=4, clip=2.2)
+    row = Row(word=AUTO, flags=flags, pp=1, segments=1, dp=4, clip=2.2)
     runs = run_distributed(train_and_choose, 4, row.command(row.ours), ("1f1b:wgrad=last",))
     ours, told = zip(*runs, strict=True)
-    assert differences(*_comparable(ours, _stock(4, row.command("--schedule stock")))) == []
+    assert differences(*_comparable(ours, _stock(row))) == []
     assert told[0][0].splitlines()[-1].startswith("  1f1b:wgrad=last  0.1 s      0.1 s  kept")
     assert "another order" not in " ".join(told[0])
 

@@ -23,6 +23,7 @@ from tests.end_to_end.test_equal_to_stock import (
     OVERLAP,
     UNTIED,
     Row,
+    check,
 )
 from tests.end_to_end.test_param_shards import MORE_AND_MORE
 from tests.end_to_end.training import (
@@ -30,10 +31,8 @@ from tests.end_to_end.training import (
     check_losses,
     differences,
     heard,
-    marked,
     once,
     train,
-    train_as_planned,
 )
 
 pytestmark = pytest.mark.gloo
@@ -86,11 +85,9 @@ AUTO = Row("1f1b:optimizer=auto", f"{OVERLAP} --bf16 --train-iters 9", pp=1, dp=
 SAVED = Row(pp=1, dp=2, m=2, flags=f"{OVERLAP} --bf16")
 
 
-@pytest.mark.parametrize("row", marked(ROWS), ids=str)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_losses_norms_parameters_and_shards_are_those_of_stock(row: Row, tmp_path: Path) -> None:
-    ours = run_distributed(train_as_planned, row.num_ranks, row.command(row.ours), tmp_path)
-    stock = once(train, row.num_ranks, row.command(f"{STOCK} {row.stock}"))
-    assert differences(ours, stock) == []
+    check(row, tmp_path)
 
 
 @pytest.mark.parametrize("with_s", [0.0, 1e9])
