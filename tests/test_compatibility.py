@@ -78,12 +78,10 @@ def comparisons() -> Iterator[tuple[str, Sequence[str]]]:
     for _, resumes in test_delta_gather.RESUMED:
         command = test_checkpoints.resuming(coded, resumes, folder)
         yield f"test_delta_gather.py: {coded}", command
-    auto = test_replicated_optimizer.AUTO
-    yield f"test_replicated_optimizer.py: {auto}", auto.command(auto.ours)
     whole, alone = test_replicated_optimizer.SAVED, test_replicated_optimizer.ALONE
     for command in (test_checkpoints.saving, test_checkpoints.resuming):
         yield f"test_replicated_optimizer.py: {whole}", command(whole, alone, folder)
-    for chosen, _ in test_auto_schedule.CASES:
+    for chosen in (*(row for row, _ in test_auto_schedule.CASES), test_auto_schedule.WHOLE):
         yield f"test_auto_schedule.py: {chosen}", chosen.command(chosen.ours)
 
 

@@ -1,5 +1,6 @@
 """``--schedule auto`` trains what stock does, bit for bit, whatever it tries and chooses."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -56,6 +57,28 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[s
         assert ("shares" in others[0]) is ("step=next" in tried[0])
 
 
+WHOLE = Row(
+    word="1f1b:optimizer=auto",
+    flags=f"--train-iters 9 {OVERLAP}",
+    pp=1,
+    segments=1,
+    m=2,
+)
+
+
+@pytest.mark.parametrize("took_s", [(0.3, 0.1), (0.1, 0.3)])
+def test_auto_of_the_optimizer_keeps_what_was_faster(took_s: tuple[float, ...]) -> None:
+    tried = ("1f1b:optimizer=replicated",)
+    runs = run_distributed(train_and_choose, 2, WHOLE.command(WHOLE.ours), tried, took_s)
+    ours, told = zip(*runs, strict=True)
+    assert differences(*_comparable(ours, _stock(WHOLE))) == []
+    (table,) = told[0]
+    assert table.startswith("optimizer=auto measured F ")
+    kept = [bool(re.search(r"  kept after \d+ iterations$", line)) for line in table.splitlines()]
+    assert kept[-2:] == [took_s[0] < took_s[1], took_s[1] < took_s[0]]
+    assert told[1] == []
+
+
 def test_sums_of_four_replicas_may_be_rounded_otherwise_and_that_is_told() -> None:
     # As in test_backward_share: SGD does not blow up what another order of additions changes. Other
     # layers have two replicas, experts have four.
@@ -88,8 +111,10 @@ def test_four_replicas_keep_stocks_sums_with_deterministic_mode(
     assert "another order" not in " ".join(told[0])
 
 
-def train_and_choose(argv: Sequence[str], tried: Sequence[str]) -> tuple[Heard, list[str]]:
-    """Train; some choices are predicted, and the first is measured to be the fastest.
+def train_and_choose(
+    argv: Sequence[str], tried: Sequence[str], took_s: Sequence[float] = (0.3, 0.1, 0.2)
+) -> tuple[Heard, list[str]]:
+    """Train; some choices are predicted, and measured to take so long behind the first one.
 
     Returns also what is told of the choice.
     """
@@ -110,7 +135,7 @@ def train_and_choose(argv: Sequence[str], tried: Sequence[str]) -> tuple[Heard, 
     def noted(self: Any, take: Any) -> Any:
         outcome = step(self, take)
         if self._took_s is not None:
-            self._took_s = (0.3, 0.1, 0.2)[self._index]
+            self._took_s = took_s[self._index]
         return outcome
 
     if tried:
