@@ -9,7 +9,7 @@ from megatron.fold3d.observe.memory_curve import Footprint, memory
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.offload import add_offload
-from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
@@ -26,12 +26,7 @@ from megatron.fold3d.predict.cost_model.sizes import (
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate, steady_state
-from tests.plans import deferred_grad_sync
-
-
-def built(schedule, ranks, segments, microbatches):
-    return build(schedule, num_ranks=ranks, num_segments=segments, num_microbatches=microbatches)
-
+from tests.plans import built, deferred_grad_sync
 
 # Over time
 

@@ -12,11 +12,11 @@ from megatron.fold3d.plan.compile import Job, lower
 from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.plan.memory import HeldSizes
 from megatron.fold3d.plan.passes.place_weight_grads import place_as_if_equal
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.search.measured_search import measured_search, predictions
+from tests.plans import built
 
 FOUR = (1.0,) * 4
 TIMES = MeasuredTimes(
@@ -37,10 +37,8 @@ def best(times: MeasuredTimes, word: str = "1f1b:wgrad=gaps", **changed: Any) ->
 
 
 def test_until_times_are_known_they_count_as_equal():
-    order = build("1f1b", num_ranks=4, num_segments=1, num_microbatches=8)
-    assert place_as_if_equal(order) == build(
-        "zb-h1", num_ranks=4, num_segments=1, num_microbatches=8
-    )
+    order = built("1f1b", 4, 1, 8)
+    assert place_as_if_equal(order) == built("zb-h1", 4, 1, 8)
 
 
 def test_slow_transfers_let_more_forwards_run_ahead():
@@ -120,7 +118,7 @@ def test_measured_all_reduces_are_halved_and_gathers_have_the_size_of_parameters
         other_shard_bytes=(0.0,) * 3,
     )
     first = Choice.plain("afab", 3)
-    order = build("afab", num_ranks=1, num_segments=3, num_microbatches=2)
+    order = built("afab", 1, 3, 2)
     job = Job.of(order, first, steps_shards=True, gathers_params=True)
     measured = partial(
         measured_search,
