@@ -18,15 +18,21 @@ from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.search.measured_search import measured_search, predictions
 from tests.plans import built
 
+
+def alike(stages: int, backward: float, weight: float, sync: float, **fields: Any) -> MeasuredTimes:
+    """Times of stages that are alike, with forwards of one second."""
+    return MeasuredTimes(
+        forward_s=(1.0,) * stages,
+        backward_s=(backward,) * stages,
+        recompute_s=(0.0,) * stages,
+        weight_s=(weight,) * stages,
+        grad_sync_s=(sync,) * stages,
+        **fields,
+    )
+
+
 FOUR = (1.0,) * 4
-TIMES = MeasuredTimes(
-    forward_s=FOUR,
-    backward_s=FOUR,
-    recompute_s=(0.0,) * 4,
-    weight_s=FOUR,
-    transfer_s=0.5,
-    grad_sync_s=(0.0,) * 4,
-)
+TIMES = alike(4, 1.0, 1.0, 0.0, transfer_s=0.5)
 GAPS = {"wgrad": ("backward", "gaps")}
 
 
@@ -76,15 +82,7 @@ def test_dp_sync_of_the_first_segment_is_hidden_behind_weight_gradients():
 
 def test_segments_are_replicated_as_far_as_memory_has_room():
     eight = (3.0,) * 8
-    times = MeasuredTimes(
-        forward_s=(1.0,) * 8,
-        backward_s=(2.0,) * 8,
-        recompute_s=(0.0,) * 8,
-        weight_s=(0.0,) * 8,
-        transfer_s=0.1,
-        grad_sync_s=(12.0,) * 8,
-        other_shard_bytes=(5.0,) * 4,
-    )
+    times = alike(8, 2.0, 0.0, 12.0, transfer_s=0.1, other_shard_bytes=(5.0,) * 4)
     first = Choice.plain("interleaved", 4)
     search = partial(
         measured_search,
@@ -108,15 +106,7 @@ def test_segments_are_replicated_as_far_as_memory_has_room():
 
 def test_measured_all_reduces_are_halved_and_gathers_have_the_size_of_parameters():
     # Of one rank, three segments and two micro-batches: forwards take 2 s each, backwards 6.
-    times = MeasuredTimes(
-        forward_s=(1.0,) * 3,
-        backward_s=(3.0,) * 3,
-        recompute_s=(0.0,) * 3,
-        weight_s=(0.0,) * 3,
-        transfer_s=0.0,
-        grad_sync_s=(6.0,) * 3,
-        other_shard_bytes=(0.0,) * 3,
-    )
+    times = alike(3, 3.0, 0.0, 6.0, transfer_s=0.0, other_shard_bytes=(0.0,) * 3)
     first = Choice.plain("afab", 3)
     order = built("afab", 1, 3, 2)
     job = Job.of(order, first, steps_shards=True, gathers_params=True)
