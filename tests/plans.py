@@ -6,6 +6,7 @@ from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Job, lower
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_resident
+from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 
 # Qi et al., Figure 3, top, which counts from 1: four ranks and eight micro-batches
@@ -19,6 +20,12 @@ ZB_H1 = [
     "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3W0 3F4 3B4 3W1 3F5 3B5 3W2 3F6 3B6 3W3 3F7 3B7 3W4 "
     "3W5 3W6 3W7",
 ]
+
+
+def built(schedule: str, ranks: int, segments: int, microbatches: int, **options: Any) -> Plan:
+    """The compute order of a schedule."""
+    sizes = {"num_ranks": ranks, "num_segments": segments, "num_microbatches": microbatches}
+    return build(schedule, **sizes, **options)
 
 
 def planned(
@@ -35,6 +42,11 @@ def verified(plan: Plan) -> Plan:
     """A plan, once it is known to run."""
     verify(plan)
     return plan
+
+
+def rows(plan: Plan) -> list[str]:
+    """The programs of a plan as text, once it is known to run."""
+    return verified(plan).to_text().splitlines()
 
 
 def whole_at_once(plan: Plan, **bytes_each: float) -> tuple[int, ...]:

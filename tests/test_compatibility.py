@@ -25,11 +25,20 @@ from tests.end_to_end import (
     test_offload,
     test_paired_experts,
     test_param_shards,
-    test_preemptive_comm,
     test_replicated_optimizer,
     test_without_training,
 )
 
+CHECKED = (test_equal_to_stock, test_param_shards, test_replicated_optimizer)
+"""Tables whose rows are traced: what starts is compared with the plan (`train_as_planned`)."""
+TABLES = (
+    *CHECKED,
+    test_backward_share,
+    test_delta_gather,
+    test_measured_counts,
+    test_offload,
+    test_paired_experts,
+)
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 OPTION = re.compile(r"`(--[a-z0-9-]+[^`]*)`")
 OURS = re.compile(r"`(--[a-z0-9-]+[^`]*|[a-z-]+=[^`]*)`")  # and parts of the word of --schedule
@@ -41,8 +50,11 @@ NO_STAR = re.compile(r"^\| (.*[^*]) \| .* \| .* \|$", re.M)  # with a star: neve
 
 def comparisons() -> Iterator[tuple[str, Sequence[str]]]:
     """Yield the name and the command line of each run that is compared with stock."""
-    for row in test_equal_to_stock.ROWS:
-        yield f"test_equal_to_stock.py: {row}", row.command(row.ours)
+    for table in TABLES:
+        name = f"{table.__name__.rpartition('.')[2]}.py"
+        for row in table.ROWS:
+            traced = ["--trace", "folder"] if table in CHECKED else []
+            yield f"{name}: {row}", [*row.command(row.ours), *traced]
     folder = Path("folder")
     for row, saves, resumes in test_checkpoints.CASES:
         yield f"test_checkpoints.py: {row}", test_checkpoints.saving(row, saves, folder)
@@ -52,43 +64,25 @@ def comparisons() -> Iterator[tuple[str, Sequence[str]]]:
     yield f"test_checkpoints.py: {row}", saving
     knows = test_checkpoints.KNOWS_ITS_SIZES
     yield f"test_checkpoints.py: {knows}", test_checkpoints.without_sizes(knows, folder)
-    for share in test_backward_share.ROWS:
-        yield f"test_backward_share.py: {share}", share.command(share.ours)
     for only in test_without_training.ROWS:
         evaluating = only.command(f"{only.ours} --skip-train")
         yield f"test_without_training.py: {only}", evaluating
     for share in (test_backward_share.SAVED, test_backward_share.OLD_SAVED):
         for flags in (test_backward_share.SAVES, test_backward_share.RESUMES):
-            yield f"test_backward_share.py: {share}", share.command(f"{share.ours} {flags}")
-    for counted in test_measured_counts.ROWS:
-        yield f"test_measured_counts.py: {counted}", counted.command(counted.ours)
-    for sharded in test_param_shards.ROWS:
-        yield f"test_param_shards.py: {sharded}", sharded.command(sharded.ours)
+            saved = share.command(f"{share.ours} {flags.format(folder=folder)}")
+            yield f"test_backward_share.py: {share}", saved
     sharded = test_param_shards.SAVED
     for command in (test_checkpoints.saving, test_checkpoints.resuming):
         yield f"test_param_shards.py: {sharded}", command(sharded, test_param_shards.AIAO, folder)
-    for coded in test_delta_gather.ROWS:
-        yield f"test_delta_gather.py: {coded}", coded.command(coded.ours)
     coded = test_delta_gather.SAVED
     for _, resumes in test_delta_gather.RESUMED:
         command = test_checkpoints.resuming(coded, resumes, folder)
         yield f"test_delta_gather.py: {coded}", command
-    for whole in (*test_replicated_optimizer.ROWS, test_replicated_optimizer.AUTO):
-        yield f"test_replicated_optimizer.py: {whole}", whole.command(whole.ours)
     whole, alone = test_replicated_optimizer.SAVED, test_replicated_optimizer.ALONE
     for command in (test_checkpoints.saving, test_checkpoints.resuming):
         yield f"test_replicated_optimizer.py: {whole}", command(whole, alone, folder)
-    for chosen, _ in test_auto_schedule.CASES:
+    for chosen in (*(row for row, _ in test_auto_schedule.CASES), test_auto_schedule.WHOLE):
         yield f"test_auto_schedule.py: {chosen}", chosen.command(chosen.ours)
-    for moved in test_offload.ROWS:
-        ours = f"--schedule {moved.schedule} {moved.recompute} {moved.moves}"
-        yield f"test_offload.py: {moved}", moved.command(ours)
-    for paired in test_paired_experts.ROWS:
-        yield f"test_paired_experts.py: {paired}", paired.command(paired.ours)
-    model = test_preemptive_comm.MODEL
-    for flags, ours in test_preemptive_comm.ROWS:
-        words = [*f"{model} {flags}".split(), *test_preemptive_comm.traced(ours, folder)]
-        yield f"test_preemptive_comm.py: {flags} {ours}", words
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,17 +103,11 @@ ROWS = [
 ]
 
 
-def ours_of(row: Any) -> str:
-    if isinstance(row, test_offload.Row):
-        return f"--schedule {row.schedule} {row.recompute} {row.moves}"
-    return str(row.ours)
-
-
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_of_the_end_to_end_tables_runs_what_is_predicted(
     parser: ArgumentParser, row: Any, fold3d: Any, tmp_path: Path
 ):
-    ours = ours_of(row)
+    ours = row.ours
     if plan := getattr(row, "plan", ""):
         _, printed, _ = fold3d(plan.removeprefix("fold3d ")) if "fold3d" in plan else (0, plan, "")
         (tmp_path / "plan").write_text(printed)
@@ -148,7 +142,7 @@ def differing(words: Sequence[Sequence[str]]) -> list[str]:
 def test_what_check_predicts_of_a_row_runs(step: int):
     rows = [row.values[0] for row in ROWS]
     words = [
-        [*row.command(ours_of(row)), "--global-batch-size", str(2 * getattr(row, "m", 4))]
+        [*row.command(row.ours), "--global-batch-size", str(2 * getattr(row, "m", 4))]
         for row in rows
         # Megatron refuses the first for two replicas, and we the second without a GPU.
         if not re.search("eval-global-batch-size|transformer_engine|PLAN", f"{row.flags} {row}")

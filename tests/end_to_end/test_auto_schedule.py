@@ -1,5 +1,6 @@
 """``--schedule auto`` trains what stock does, bit for bit, whatever it tries and chooses."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,27 +26,25 @@ OVERLAP = "--use-distributed-optimizer --overlap-param-gather --bf16"
 FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1"
 LONGER = "--train-iters 16 --eval-interval 8"
 
-AUTO = "--schedule auto"
+AUTO = "auto"
 CASES: tuple[tuple[Row, tuple[str, ...]], ...] = (
     (  # some steps are clipped, others could be
-        Row(ours=AUTO, flags=LONGER, clip=2.2, segments=4),
+        Row(word=AUTO, flags=LONGER, clip=2.2, segments=4),
         ("aiao:step=next:wgrad=last@2", "breadth-first:wgrad=behind@1:wgrad=last@3"),
     ),
     (
-        Row(ours=AUTO, flags=f"{LONGER} {OVERLAP}", clip=2.2, segments=4),
+        Row(word=AUTO, flags=f"{LONGER} {OVERLAP}", clip=2.2, segments=4),
         ("aiao:optimizer=replicated@0,2,3:wgrad=last@1", "breadth-first"),
     ),
-    (Row(ours=AUTO, flags=f"{LONGER} {FP16}", pp=2, segments=1, dp=1), ()),
+    (Row(word=AUTO, flags=f"{LONGER} {FP16}", pp=2, segments=1, dp=1), ()),
 )
 
 
 @pytest.mark.parametrize(("row", "tried"), CASES, ids=[str(row) for row, _ in CASES])
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[str, ...]) -> None:
-    num_ranks = row.pp * row.dp
-    ours, told = zip(
-        *run_distributed(train_and_choose, num_ranks, row.command(row.ours), tried), strict=True
-    )
-    assert differences(*_comparable(ours, _stock(num_ranks, row.command("--schedule stock")))) == []
+    runs = run_distributed(train_and_choose, row.num_ranks, row.command(row.ours), tried)
+    ours, told = zip(*runs, strict=True)
+    assert differences(*_comparable(ours, _stock(row))) == []
     assert told[1] == []  # one rank tells
     if tried:
         took = ["0.1", "s", "0.1", "s"]
@@ -58,20 +57,43 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[s
         assert ("shares" in others[0]) is ("step=next" in tried[0])
 
 
+WHOLE = Row(
+    word="1f1b:optimizer=auto",
+    flags=f"--train-iters 9 {OVERLAP}",
+    pp=1,
+    segments=1,
+    m=2,
+)
+
+
+@pytest.mark.parametrize("took_s", [(0.3, 0.1), (0.1, 0.3)])
+def test_auto_of_the_optimizer_keeps_what_was_faster(took_s: tuple[float, ...]) -> None:
+    tried = ("1f1b:optimizer=replicated",)
+    runs = run_distributed(train_and_choose, 2, WHOLE.command(WHOLE.ours), tried, took_s)
+    ours, told = zip(*runs, strict=True)
+    assert differences(*_comparable(ours, _stock(WHOLE))) == []
+    (table,) = told[0]
+    assert table.startswith("optimizer=auto measured F ")
+    kept = [bool(re.search(r"  kept after \d+ iterations$", line)) for line in table.splitlines()]
+    assert kept[-2:] == [took_s[0] < took_s[1], took_s[1] < took_s[0]]
+    assert told[1] == []
+
+
 def test_sums_of_four_replicas_may_be_rounded_otherwise_and_that_is_told() -> None:
     # As in test_backward_share: SGD does not blow up what another order of additions changes. Other
     # layers have two replicas, experts have four.
     experts = "--num-experts 2 --disable-bias-linear --expert-tensor-parallel-size 1"
     row = Row(
-        ours=AUTO,
+        word=AUTO,
         flags=f"--train-iters 9 --optimizer sgd {SP} {experts}",
         pp=1,
         segments=1,
+        tp=2,
     )
     tried = ("1f1b:step=next",)
     runs = run_distributed(train_and_choose, 4, row.command(row.ours), tried)
     ours, told = zip(*runs, strict=True)
-    check_losses(*_comparable(ours, _stock(4, row.command("--schedule stock"))))
+    check_losses(*_comparable(ours, _stock(row)))
     assert "adds up the gradients of 4 replicas in another order" in told[0][0]
     assert told[0][1].splitlines()[-1].startswith("  1f1b:step=next  0.1 s      0.1 s  kept")
 
@@ -81,16 +103,18 @@ def test_four_replicas_keep_stocks_sums_with_deterministic_mode(
 ) -> None:
     monkeypatch.setenv("NCCL_ALGO", "Ring")  # Megatron demands it
     flags = f"--train-iters 9 --deterministic-mode {OVERLAP}"
-    row = Row(ours=AUTO, flags=flags, pp=1, segments=1, dp=4, clip=2.2)
+    row = Row(word=AUTO, flags=flags, pp=1, segments=1, dp=4, clip=2.2)
     runs = run_distributed(train_and_choose, 4, row.command(row.ours), ("1f1b:wgrad=last",))
     ours, told = zip(*runs, strict=True)
-    assert differences(*_comparable(ours, _stock(4, row.command("--schedule stock")))) == []
+    assert differences(*_comparable(ours, _stock(row))) == []
     assert told[0][0].splitlines()[-1].startswith("  1f1b:wgrad=last  0.1 s      0.1 s  kept")
     assert "another order" not in " ".join(told[0])
 
 
-def train_and_choose(argv: Sequence[str], tried: Sequence[str]) -> tuple[Heard, list[str]]:
-    """Train; some choices are predicted, and the first is measured to be the fastest.
+def train_and_choose(
+    argv: Sequence[str], tried: Sequence[str], took_s: Sequence[float] = (0.3, 0.1, 0.2)
+) -> tuple[Heard, list[str]]:
+    """Train; some choices are predicted, and measured to take so long behind the first one.
 
     Returns also what is told of the choice.
     """
@@ -111,7 +135,7 @@ def train_and_choose(argv: Sequence[str], tried: Sequence[str]) -> tuple[Heard, 
     def noted(self: Any, take: Any) -> Any:
         outcome = step(self, take)
         if self._took_s is not None:
-            self._took_s = (0.3, 0.1, 0.2)[self._index]
+            self._took_s = took_s[self._index]
         return outcome
 
     if tried:

@@ -6,7 +6,6 @@ evaluate after the third.
 
 import itertools
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_distributed
+from tests.end_to_end import test_equal_to_stock as equal_to_stock
 from tests.end_to_end.test_equal_to_stock import UNTIED, ZERO
 from tests.end_to_end.training import (
-    TINY,
     Record,
     as_known,
     check_losses,
@@ -31,10 +30,9 @@ from tests.end_to_end.training import (
 
 pytestmark = pytest.mark.gloo
 
-MODEL = (
-    f"{TINY} --train-iters 6 --lr 1e-2 --lr-decay-iters 10 --lr-warmup-iters 2 --eval-interval 3 "
-    "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear "
-    "--overlap-grad-reduce --log-interval 1 --eval-iters 1"
+SIX = (
+    "--train-iters 6 --lr-decay-iters 10 --lr-warmup-iters 2 --start-weight-decay 0.01 "
+    "--end-weight-decay 0.1 --weight-decay-incr-style linear --overlap-grad-reduce --log-interval 1"
 )
 SKIPPED_ABOVE = 2.3  # what norms are in some iterations
 NORM = re.compile(r"grad norm of iteration (\d+): ([^,]+)(?:, bound (.+))?")
@@ -42,40 +40,29 @@ STEPS = re.compile(r"steps: (\d+) reached into the next iteration, (\d+) waited 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One comparison; ``ours`` says what the share is, and how our run is scheduled.
+class Row(equal_to_stock.Row):
+    """One comparison; ``word`` says what the share is, and how our run is scheduled.
 
     ``whole`` is the number of steps for which all gradients are waited for, ``skipped`` of those
-    that are not taken. `make stress` alone runs what ``repeats``: other rows show what it does.
+    that are not taken.
     """
 
-    ours: str
     flags: str = UNTIED
     clip: float = 0
     whole: int = 0
     skipped: int = 0
-    pp: int = 2
     segments: int = 2
     dp: int = 2
-    repeats: bool = False
-
-    def __str__(self) -> str:
-        layout = f"pp={self.pp} segments={self.segments} dp={self.dp}"
-        return f"{self.ours} {self.flags} clip={self.clip} {layout}"
 
     def command(self, scheduled: str) -> tuple[str, ...]:
-        layout = (
-            f"--pipeline-model-parallel-size {self.pp} --segments {self.segments} "
-            f"--num-layers {4 if self.pp * self.segments <= 2 else 8} --clip-grad {self.clip}"
-        )
-        if "--step-batch-size-schedule" not in self.flags:
-            layout += f" --global-batch-size {4 * self.dp}"
-        return tuple(shlex.split(f"{MODEL} {layout} {self.flags} {scheduled}"))
+        layers = 4 if self.pp * self.segments <= 2 else 8
+        flags = f"{SIX} --num-layers {layers} --clip-grad {self.clip} {self.flags}"
+        return equal_to_stock.Row.command(replace(self, flags=flags), scheduled)
 
 
-AIAO = "--schedule aiao:step=next"
-ONE = "--schedule 1f1b:step=next"
-SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+AIAO = "aiao:step=next"
+ONE = "1f1b:step=next"
+SP = "--sequence-parallel"
 FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1"
 SHARDED = f"{ZERO} --overlap-param-gather"
 # Gradients of 16 bits travel; each replica adds its own up in 32 bits, and its shard's as well.
@@ -86,69 +73,70 @@ ALL_FP32 = "--ddp-reduce-scatter-with-fp32-accumulation"
 RAMP_UP = "--step-batch-size-schedule '0:4 128:8'"  # thresholds count tokens
 
 ROWS = (
-    Row(ours=f"{AIAO}:share=1:slice-bytes=4096"),
+    Row(word=f"{AIAO}:share=1:slice-bytes=4096"),
     Row(
-        ours=f"{AIAO}:share=0.5",
+        word=f"{AIAO}:share=0.5",
         flags=f"{UNTIED} --optimizer sgd --no-align-grad-reduce",
         repeats=True,
     ),
-    Row(ours=f"{AIAO}:share=0.5", flags=f"{SP} --qk-layernorm", dp=1, repeats=True),
-    Row(ours="--schedule zb-h2:step=next:share=0.5", flags="--bf16", segments=1),
-    Row(ours="--schedule interleaved:step=next:share=0.3"),
-    Row(ours=f"{AIAO}:share=0.5:wgrad=gaps:ahead=auto"),
+    Row(word=f"{AIAO}:share=0.5", flags=f"{SP} --qk-layernorm", tp=2, dp=1, repeats=True),
+    Row(word="zb-h2:step=next:share=0.5", flags="--bf16", segments=1),
+    Row(word="interleaved:step=next:share=0.3"),
+    Row(word=f"{AIAO}:share=0.5:wgrad=gaps:ahead=auto"),
     # DP.sync that starts between weight gradients: all, a part and nothing of it in its share.
     Row(
-        ours=f"{AIAO}:share=0.3:wgrad=behind@2,3:wgrad=last@1",
+        word=f"{AIAO}:share=0.3:wgrad=behind@2,3:wgrad=last@1",
         flags="--ddp-bucket-size 5000",
         clip=2.2,
         whole=4,
         segments=4,
     ),
     Row(
-        ours=f"{AIAO}:share=0.5:wgrad=behind@0,1",
+        word=f"{AIAO}:share=0.5:wgrad=behind@0,1",
         flags=f"{SP} --calculate-per-token-loss",
+        tp=2,
         dp=1,
         clip=2.2,
         whole=4,
     ),
     # Clipping: some steps are clipped, some could be, some cannot.
-    Row(ours=f"{AIAO}:share=0.5:slices=on", flags="", clip=2.2, whole=4),
+    Row(word=f"{AIAO}:share=0.5:slices=on", flags="", clip=2.2, whole=4),
     # The distributed optimizer: no step is clipped, and none could be; some are; the first two
     # overflow.
-    Row(ours=f"{AIAO}:share=0.3", flags=f"{UNTIED} {SHARDED}", clip=100, whole=1, segments=4),
-    Row(ours=f"{AIAO}:share=0.5:slices=on", flags=f"{SHARDED} --bf16", clip=2.2, whole=4),
-    Row(ours=f"{AIAO}:share=0.5", flags=f"{SHARDED} {FP16}", clip=2.8, whole=3, skipped=2),
+    Row(word=f"{AIAO}:share=0.3", flags=f"{UNTIED} {SHARDED}", clip=100, whole=1, segments=4),
+    Row(word=f"{AIAO}:share=0.5:slices=on", flags=f"{SHARDED} --bf16", clip=2.2, whole=4),
+    Row(word=f"{AIAO}:share=0.5", flags=f"{SHARDED} {FP16}", clip=2.8, whole=3, skipped=2),
     Row(
-        ours=f"{ONE}:share=0.5",
+        word=f"{ONE}:share=0.5",
         flags=f"{SP} {SHARDED} --no-align-param-gather",
+        tp=2,
         pp=1,
         segments=1,
         clip=2.2,
         whole=3,
     ),
-    Row(ours=f"{ONE}:share=0.5", flags=f"{SHARDED} {RAMP_UP}", pp=1, segments=1),
+    Row(word=f"{ONE}:share=0.5", flags=f"{SHARDED} {RAMP_UP}", pp=1, segments=1),
     # Sums of 16 bits. Stock adds up in fp32 where no chunk has more than one bucket, as with
     # untied embeddings.
-    Row(ours=f"{AIAO}:share=0.5", flags=LOCAL_FP32, clip=2.2, whole=4),
+    Row(word=f"{AIAO}:share=0.5", flags=LOCAL_FP32, clip=2.2, whole=4),
     Row(
-        ours=f"{ONE}:share=0.5:slices=on",
+        word=f"{ONE}:share=0.5:slices=on",
         flags=f"{SHARDED} {LOCAL_FP32} {ALL_FP32}",
         pp=1,
         segments=1,
         dp=4,
     ),
 )
-SAVED = Row(ours=f"{AIAO}:share=0.5", flags="--bf16", clip=2.2)
-ALONE_SAVED = replace(SAVED, ours=f"{ONE}:share=0.5", flags=f"{SHARDED} --bf16", pp=1, segments=1)
+SAVED = Row(word=f"{AIAO}:share=0.5", flags="--bf16", clip=2.2)
+ALONE_SAVED = replace(SAVED, word=f"{ONE}:share=0.5", flags=f"{SHARDED} --bf16", pp=1, segments=1)
 OLD_SAVED = replace(ALONE_SAVED, flags=f"{ZERO} --bf16 --ckpt-format torch")
 SAVES, RESUMES = "--save {folder} --save-interval 4", "--load {folder}"
 
 
 @pytest.mark.parametrize("row", marked(ROWS), ids=str)
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tmp_path: Path) -> None:
-    num_ranks = row.pp * row.dp * (2 if "--tensor" in row.flags else 1)
-    ours = run_distributed(train_and_listen, num_ranks, row.command(row.ours), tmp_path)
-    stock = _stock(num_ranks, row.command("--schedule stock"))
+    ours = run_distributed(train_and_listen, row.num_ranks, row.command(row.ours), tmp_path)
+    stock = _stock(row)
 
     assert differences(*_comparable(ours, stock)) == []
     (speaker,) = (run for run in ours if run.steps)
@@ -176,14 +164,14 @@ def test_four_replicas_differ_from_stock_by_rounding() -> None:
     # A ring adds up an element's terms in an order that its place in the reduction decides, and
     # slices have other places than whole buckets. SGD does not blow up what that changes.
     row = Row(
-        ours="--schedule 1f1b:step=next:share=0.5:slice-bytes=8192",
+        word="1f1b:step=next:share=0.5:slice-bytes=8192",
         flags="--optimizer sgd",
         pp=1,
         segments=1,
         dp=4,
     )
     ours = run_distributed(train_and_listen, 4, row.command(row.ours))
-    stock = _stock(4, row.command("--schedule stock"))
+    stock = _stock(row)
     check_losses(*_comparable(ours, stock))
 
 
@@ -198,23 +186,22 @@ def test_four_replicas_differ_from_stock_by_rounding() -> None:
 )
 def test_a_checkpoint_is_that_of_stock(row: Row, saves: str, resumes: str, tmp_path: Path) -> None:
     """Save after four iterations, go on to the end, resume: both must end as stock does."""
-    num_ranks = row.pp * row.dp
     saved = row.command(f"{saves} {SAVES.format(folder=tmp_path)}")
     resumed = row.command(f"{resumes} {RESUMES.format(folder=tmp_path)}")
-    stock = _stock(num_ranks, row.command("--schedule stock"))
+    stock = _stock(row)
 
-    ours = run_distributed(train_and_listen, num_ranks, saved)
+    ours = run_distributed(train_and_listen, row.num_ranks, saved)
     assert differences(*_comparable(ours, stock)) == []
     # Resume from here, and not from the end.
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     stock = [run.since(4) for run in stock]
-    ours = run_distributed(train_and_listen, num_ranks, resumed)
+    ours = run_distributed(train_and_listen, row.num_ranks, resumed)
     assert differences(*_comparable(ours, stock)) == []
 
 
 @pytest.mark.parametrize("of", ["namespace", "optimizer"])
 def test_a_norm_above_which_steps_are_skipped_is_obeyed(of: str) -> None:
-    row = Row(ours="--schedule 1f1b:step=next:share=0.5", flags="", pp=1, segments=1)
+    row = Row(word="1f1b:step=next:share=0.5", flags="", pp=1, segments=1)
     ours, stock = (
         run_distributed(train_below_a_norm, 2, row.command(schedule), of)
         for schedule in (row.ours, "--schedule stock")
@@ -228,22 +215,22 @@ def test_a_norm_above_which_steps_are_skipped_is_obeyed(of: str) -> None:
 
 
 def test_an_iteration_that_is_run_again_counts_once() -> None:
-    row = Row(ours=f"{AIAO}:share=0.5", flags="--bf16", clip=2.2)
+    row = Row(word=f"{AIAO}:share=0.5", flags="--bf16", clip=2.2)
     ours, runs = zip(
         *run_distributed(train_each_iteration_twice, 4, row.command(row.ours)), strict=True
     )
     assert runs == (12, 12, 12, 12)
-    assert differences(*_comparable(ours, _stock(4, row.command("--schedule stock")))) == []
+    assert differences(*_comparable(ours, _stock(row))) == []
 
 
 def test_shares_may_change_from_one_iteration_to_the_next() -> None:
-    row = Row(ours=f"{AIAO}:share=0.5", flags="", clip=2.2)
+    row = Row(word=f"{AIAO}:share=0.5", flags="", clip=2.2)
     ours = run_distributed(train_with_changing_shares, 4, row.command(row.ours))
-    assert differences(*_comparable(ours, _stock(4, row.command("--schedule stock")))) == []
+    assert differences(*_comparable(ours, _stock(row))) == []
 
 
 @pytest.mark.parametrize(
-    ("ours", "flags", "clip"),
+    ("word", "flags", "clip"),
     [
         (AIAO, "", 2.2),
         (f"{AIAO}:wgrad=last@1", f"{SHARDED} --bf16", 0),
@@ -251,18 +238,18 @@ def test_shares_may_change_from_one_iteration_to_the_next() -> None:
     ],
 )
 def test_shares_that_follow_measured_times_change_no_result(
-    ours: str, flags: str, clip: float
+    word: str, flags: str, clip: float
 ) -> None:
-    row = Row(ours=ours, flags=flags, clip=clip)
+    row = Row(word=word, flags=flags, clip=clip)
     trained, decided = zip(
         *run_distributed(train_and_decide, 4, row.command(row.ours)), strict=True
     )
-    assert differences(*_comparable(trained, _stock(4, row.command("--schedule stock")))) == []
+    assert differences(*_comparable(trained, _stock(row))) == []
     # One rank tells the shares of all four stages, and of what.
     assert [len(told) for told in decided] == [1, 0, 0, 0]
     measured, _, choice, nothing = decided[0][0].splitlines()
     assert measured.startswith("step=next measured F ")
-    assert choice.split()[0] == ours.removeprefix("--schedule ")
+    assert choice.split()[0] == word
     shares = r"  kept after \d+ iterations; shares of DP.sync behind a stage's backwards (.*)"
     (told,) = re.findall(shares, choice)
     assert len(told.split(", ")) == 4
@@ -379,8 +366,8 @@ def train_and_listen(argv: Sequence[str], traced: Path | None = None) -> Heard:
     return Heard(record, norms, steps, free)
 
 
-def _stock(num_ranks: int, argv: Sequence[str]) -> list[Heard]:
-    return once(train_and_listen, num_ranks, argv)
+def _stock(row: Row) -> list[Heard]:
+    return once(train_and_listen, row.num_ranks, row.command("--schedule stock"))
 
 
 def _comparable(ours: Sequence[Heard], stock: Sequence[Heard]) -> tuple[list[Record], list[Record]]:

@@ -208,12 +208,6 @@ def test_a_killed_rank_ends_the_job_and_all_its_processes(tmp_path: Path) -> Non
     assert re.search(r"Root Cause.*exitcode *: -9", output, re.DOTALL), output
 
 
-def test_survivors_of_a_killed_rank_name_the_action_they_were_at() -> None:
-    with pytest.raises(RankError, match=r"\[rank 1\] died with exit code -9") as caught:
-        run_distributed(_end_in_second_iteration, 2, ROW.command(AIAO), signal.SIGKILL)
-    assert _places(caught.value, rank=0)
-
-
 PAIRED = Row(pp=1, tp=2)
 PAIRS = "--schedule afab:pairs=on"
 
@@ -242,24 +236,6 @@ def _fail_in_fourth_micro_batch(argv: Sequence[str]) -> None:
 
     if os.environ["RANK"] == "1":
         layer.forward = failing_forward  # type: ignore[method-assign]
-    train(argv)
-
-
-def _end_in_second_iteration(argv: Sequence[str], with_signal: signal.Signals) -> None:
-    """Train, but on rank 1 meet a signal in a forward of the second iteration."""
-    from megatron.fold3d.training import gpt
-
-    forward_step, count = gpt.forward_step, 0
-
-    def counting_forward_step(*args: object) -> object:
-        nonlocal count
-        count += 1
-        if count == ROW.segments * ROW.m + 2:
-            os.kill(os.getpid(), with_signal)
-        return forward_step(*args)
-
-    if os.environ["RANK"] == "1":
-        gpt.forward_step = counting_forward_step
     train(argv)
 
 

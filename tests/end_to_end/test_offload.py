@@ -1,7 +1,6 @@
 """Offloaded activations come back as they were: one table against stock, bit for bit."""
 
 import itertools
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,16 +13,14 @@ from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.passes.transfers import RECEIVES_AHEAD
 from megatron.fold3d.plan.schedules import build
 from tests.distributed import RankError, run_distributed
-from tests.end_to_end.test_equal_to_stock import EXPERTS, FULL, ITERATIONS, SELECTIVE
-from tests.end_to_end.training import TINY, Record, differences, once, train
+from tests.end_to_end.test_equal_to_stock import EXPERTS, FULL, SELECTIVE, TWO_LAYERS, Row
+from tests.end_to_end.training import Record, differences, once, train
 
 pytestmark = pytest.mark.gloo
 
-MODEL = f"{TINY} --num-layers 8 --lr 1e-2 --eval-iters 1 --eval-interval 3"
 ON = "--offload-activations on"
 AUTO = "--offload-activations auto"
 LAZY = "--lazy-inter-segment"
-PP = 2
 FULL_UNIFORM = f"{FULL} uniform"
 # Micro-batches: 2, 4, 4, 6, 6; thresholds count tokens.
 RAMP_UP = (
@@ -31,86 +28,61 @@ RAMP_UP = (
     "--eval-global-batch-size 4"
 )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One comparison.
-
-    Attributes:
-        flags: of both runs.
-        recompute: of ours alone: recomputation gives stock's bits, as `test_equal_to_stock` shows.
-        moves: what ours keeps in host memory.
-        depth: computations that a copy has, from the third iteration on.
-    """
-
-    schedule: str = "aiao"
-    recompute: str = ""
-    moves: str = ON
-    flags: str = ""
-    tp: int = 1
-    depth: int = 1
-    segments: int = 2
-    m: int = 6
-
-    def __str__(self) -> str:
-        recompute = self.recompute.split()[1] if self.recompute else "none"
-        sizes = f"segments={self.segments} m={self.m} tp={self.tp}"
-        return f"{self.schedule} {self.moves} recompute={recompute} {self.flags} {sizes}"
-
-    def command(self, ours: str = "") -> tuple[str, ...]:
-        layout = (
-            f"--pipeline-model-parallel-size {PP} --tensor-model-parallel-size {self.tp} "
-            f"--segments {self.segments}"
-        )
-        size = "" if "schedule" in self.flags else f"{ITERATIONS} --global-batch-size {self.m}"
-        return tuple(shlex.split(f"{MODEL} {layout} {size} {self.flags} {ours}"))
-
-    @property
-    def peaks(self) -> tuple[int, ...]:
-        """What the verifier expects on the device, by pipeline rank."""
-        order = build(
-            self.schedule,
-            num_ranks=PP,
-            num_segments=self.segments,
-            num_microbatches=self.m,
-        )
-        # A CPU has no memory of its own that would be short: `auto` lets all stay in the end.
-        plan = add_offload(order, depth=self.depth) if ON in self.moves else order
-        return peak_activations(plan, depth=self.depth)
-
-
+# Recomputation is of ours alone: it gives stock's bits, as `test_equal_to_stock` shows.
+ROW = Row(f"aiao {ON}", TWO_LAYERS, segments=2, m=6)
+DEEP = replace(
+    ROW,
+    word=f"aiao {FULL_UNIFORM} {ON} {LAZY}",
+    flags=f"{TWO_LAYERS} --bf16",
+    segments=4,
+    m=4,
+)
 ROWS = (
-    Row(),
-    Row(recompute=SELECTIVE, schedule="afab"),
-    Row(recompute=FULL_UNIFORM, moves=AUTO),
-    Row(moves=LAZY),
-    Row(recompute=FULL_UNIFORM, moves=f"{ON} {LAZY}", flags="--bf16", depth=2, segments=4, m=4),
-    Row(recompute=SELECTIVE, moves=f"{ON} {LAZY}", flags="--sequence-parallel", tp=2, m=4),
-    Row(moves=f"{ON} {LAZY}", flags=RAMP_UP),
-    Row(
-        recompute=FULL_UNIFORM,
-        moves=f"{ON} {LAZY}",
-        schedule="breadth-first",
-        flags=f"{EXPERTS} --fp16 --initial-loss-scale 65536",
+    ROW,
+    replace(ROW, word=f"afab {SELECTIVE} {ON}"),
+    replace(ROW, word=f"aiao {FULL_UNIFORM} {AUTO}"),
+    replace(ROW, word=f"aiao {LAZY}"),
+    DEEP,
+    replace(
+        ROW,
+        word=f"aiao {SELECTIVE} {ON} {LAZY}",
+        flags=f"{TWO_LAYERS} --sequence-parallel",
+        tp=2,
+        m=4,
+    ),
+    replace(ROW, word=f"aiao {ON} {LAZY}", flags=f"{TWO_LAYERS} {RAMP_UP}"),
+    replace(
+        ROW,
+        word=f"breadth-first {FULL_UNIFORM} {ON} {LAZY}",
+        flags=f"{TWO_LAYERS} {EXPERTS} --fp16 --initial-loss-scale 65536",
     ),
 )
 
 
+def peaks(row: Row, depth: int) -> tuple[int, ...]:
+    """What the verifier expects on the device, by pipeline rank."""
+    schedule, *_ = row.word.split()
+    order = build(schedule, num_ranks=row.pp, num_segments=row.segments, num_microbatches=row.m)
+    # A CPU has no memory of its own that would be short: `auto` lets all stay in the end.
+    plan = add_offload(order, depth=depth) if ON in row.word else order
+    return peak_activations(plan, depth=depth)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
-    ours = f"--schedule {row.schedule} {row.recompute} {row.moves}"
-    runs = run_distributed(train_and_count, PP * row.tp, row.command(ours), row.depth)
+    depth = 2 if row is DEEP else 1  # computations that a copy has, from the third iteration on
+    runs = run_distributed(train_and_count, row.num_ranks, row.command(row.ours), depth)
 
-    stock = once(train, PP * row.tp, row.command("--schedule stock"))
+    stock = once(train, row.num_ranks, row.command("--schedule stock"))
     assert differences([record for record, _ in runs], stock) == []
     for rank, (_, counts) in enumerate(runs):
-        assert counts.peak == row.peaks[rank // row.tp]
-        assert (counts.sent_lazily > 0) == (LAZY in row.moves)
+        assert counts.peak == peaks(row, depth)[rank // row.tp]
+        assert (counts.sent_lazily > 0) == (LAZY in row.word)
         # Beside the one that is needed next; else up to m - p + 1 of them wait on the device.
         # Without a GPU they are posted further ahead.
         more = RECEIVES_AHEAD - 1
-        assert counts.arriving <= (2 if LAZY in row.moves else row.m) + more
-        if row.moves == LAZY:
+        assert counts.arriving <= (2 if LAZY in row.word else row.m) + more
+        if "--offload-activations" not in row.word:
             continue
         # What the first iteration's memory leaves over is no slot.
         assert counts.pool_bytes - counts.high_water_bytes < counts.largest_bytes
@@ -121,15 +93,15 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
         assert counts.growths[-2][0] == counts.growths[-1][0]
         # One launch for all that leaves together, and one back: no stage saves more than a batch.
         assert counts.calls == 2 * counts.reloads
-        assert counts.tensors >= counts.calls or row.moves == AUTO
+        assert counts.tensors >= counts.calls or AUTO in row.word
 
 
 @pytest.mark.parametrize("recompute", [FULL_UNIFORM, ""], ids=["full", "none"])
 def test_a_host_without_the_memory_is_told_before_training(recompute: str) -> None:
     huge = "--micro-batch-size 1000000000 --global-batch-size 6000000000"
-    argv = Row().command(f"--schedule aiao {ON} {recompute} {huge}")
+    argv = ROW.command(f"{ROW.ours} {recompute} {huge}")
     with pytest.raises(RankError, match=r"HostMemoryError: [0-9,]+ bytes of host memory for the"):
-        run_distributed(train, PP, argv)
+        run_distributed(train, ROW.num_ranks, argv)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ gradient that another replica has the sum of.
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,9 @@ from tests.end_to_end.test_equal_to_stock import (
     SELECTIVE,
     UNTIED,
     Row,
+    check,
 )
-from tests.end_to_end.training import (
-    Record,
-    as_known,
-    differences,
-    once,
-    train,
-    train_as_planned,
-)
+from tests.end_to_end.training import Record, train, train_as_planned
 from tests.plans import planned
 
 pytestmark = pytest.mark.gloo
@@ -211,12 +205,7 @@ def _alive() -> int:
 def test_it_trains_what_stock_does_and_reads_nothing_that_is_freed(
     row: Row, tmp_path: Path
 ) -> None:
-    plan_file = tmp_path / "plan"
-    plan_file.write_text(row.plan)
-    command = row.command(row.ours.replace("PLAN", str(plan_file)))
-    ours = run_distributed(train_poisoned, row.num_ranks, command, tmp_path)
-    stock = once(train, row.num_ranks, row.command(f"--schedule stock {row.stock}"))
-    assert differences(ours, as_known(ours, stock)) == []
+    check(replace(row, trains=train_poisoned), tmp_path)
 
 
 BYTES = Row(dp=2, segments=4, m=2, flags=f"{OVERLAP} --bf16 {UNTIED} --train-iters 3")

@@ -105,6 +105,19 @@ def train_as_planned(argv: Sequence[str], folder: Path, script: str = "pretrain_
     return record
 
 
+def train_with_engine(
+    argv: Sequence[str], folder: Path | None = None, *, fuses: bool = False
+) -> Record:
+    """Train with modules that stand in for Transformer Engine's, as planned if there is a folder.
+
+    They need a GPU; ``fuses`` is whether matmuls add to ``main_grad`` themselves.
+    """
+    from tests.runtime.weight_grads import engine
+
+    with engine.installed(fuses=fuses):
+        return train_as_planned(argv, folder) if folder else train(argv)
+
+
 def words(events: Sequence[Event], program: Program) -> tuple[list[str], list[str]]:
     """Return what a rank should start in an iteration, and what it did start, in order.
 

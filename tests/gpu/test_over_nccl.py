@@ -25,13 +25,19 @@ from tests.end_to_end import (
     test_delta_gather,
     test_equal_to_stock,
     test_param_shards,
-    test_preemptive_comm,
     test_replicated_optimizer,
 )
 from tests.end_to_end.training import Record, differences, train
 
 pytestmark = pytest.mark.gpu
 
+TABLES = (
+    test_equal_to_stock,
+    test_param_shards,
+    test_replicated_optimizer,
+    test_delta_gather,
+    test_backward_share,
+)
 # apex and Transformer Engine may be absent.
 LOCAL = shlex.split(
     "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
@@ -67,12 +73,11 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """All rows of the tables, but those of context parallelism, which needs Transformer Engine."""
-    tables = (test_equal_to_stock, test_param_shards, test_replicated_optimizer, test_delta_gather)
-    for module in tables:
+    """All rows, but for what needs Transformer Engine, as context parallelism does."""
+    for module in TABLES:
         family = module.__name__.split(".test_")[1]
         for row in module.ROWS:
-            if row.cp == 1:
+            if row.cp == 1 and row.reference is train:
                 yield Case(
                     name=f"{family}: {row}",
                     num_ranks=row.num_ranks,
@@ -80,21 +85,6 @@ def cases() -> Iterator[Case]:
                     stock=row.command(f"--schedule stock {row.stock}"),
                     plan=row.plan,
                 )
-    for late in test_backward_share.ROWS:
-        yield Case(
-            name=f"backward_share: {late}",
-            num_ranks=late.pp * late.dp * (2 if "--tensor" in late.flags else 1),
-            ours=late.command(late.ours),
-            stock=late.command("--schedule stock"),
-        )
-    for flags, ours in test_preemptive_comm.ROWS:
-        both = (*test_preemptive_comm.MODEL.split(), *flags.split())
-        yield Case(
-            name=f"preemptive_comm: {flags} {ours}",
-            num_ranks=4,
-            ours=(*both, *ours.split()),
-            stock=(*both, "--schedule", "stock"),
-        )
 
 
 def parameters() -> Iterator[Any]:

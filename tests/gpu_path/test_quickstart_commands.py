@@ -2,13 +2,11 @@
 
 import re
 import shlex
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
 from megatron.fold3d.cli import main
-from megatron.fold3d.config.read_config import read_config
 from tests.distributed import run_distributed
 from tests.end_to_end.test_check import _run as checked
 from tests.end_to_end.training import differences, train
@@ -23,16 +21,6 @@ SMALLER = {
 }
 
 
-ELIDED = (  # what `...` stands for in the README: a model, and the check that the host waits for
-    "--device cpu --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
-    "--max-position-embeddings 16 --mock-data --tokenizer-type NullTokenizer --vocab-size 63 "
-    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --num-workers 0 "
-    "--eval-iters 1 --eval-interval 10 --attention-dropout 0 --hidden-dropout 0 "
-    "--no-check-for-nan-in-loss-and-grad"
-)
-RANKS = 4  # of 8: with more than two replicas sums have another order
-
-
 def commands() -> list[str]:
     """Return the arguments of pretrain_gpt.py on a node with two GPUs: stock's, then ours."""
     section = PAGE.read_text().split("On a node with two GPUs")[1]
@@ -41,17 +29,6 @@ def commands() -> list[str]:
     assert ["--schedule stock" in words for words in found] == [True, False]
     assert "fold3d compare out/stock out/aiao" in block
     return found
-
-
-def test_the_flags_for_gpus_are_accepted(
-    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    for words in commands():
-        layers = "--num-layers 24"  # what the preset stands for, of what is checked
-        words = re.sub(r"--model-preset \S+", layers, words)
-        config = read_config(parser.parse_args(shlex.split(words)))
-        assert (config.device, config.num_ranks, config.num_segments) == ("cuda", 2, 4)
 
 
 @pytest.mark.gloo
@@ -71,20 +48,6 @@ def test_the_commands_for_gpus_train_alike_on_the_late_device(
     assert not differences(late, run_distributed(train, 2, stock, timeout_s=150))
     assert main(["compare", str(tmp_path / "stock"), str(tmp_path / "aiao")]) == 0
     assert "aiao" in capsys.readouterr().out
-
-
-@pytest.mark.stress  # `CASES` has `auto`, and each of its own flags
-@pytest.mark.gloo
-def test_the_readmes_command_trains_alike_on_the_late_device() -> None:
-    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    run = r"^export (\S+)$\n^torchrun --nproc-per-node 8 \w+\.py (.*) \.\.\.(?: |$)"
-    ((setting, words),) = re.findall(run, text, re.M)
-    assert setting == "CUDA_DEVICE_MAX_CONNECTIONS=32"
-    # auto tries two orders until iteration 11
-    ours = shlex.split(f"{words} --num-layers 8 --train-iters 11 {ELIDED}")
-    late = run_distributed(train_late, RANKS, ours, Late(num_queues=32), timeout_s=200)
-    stock = run_distributed(train, RANKS, [*ours, "--schedule", "stock"], timeout_s=200)
-    assert not differences(late, stock)
 
 
 @pytest.mark.gloo

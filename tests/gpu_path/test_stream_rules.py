@@ -178,23 +178,31 @@ def test_an_event_with_time_stops_the_queue_until_it_has_passed(
 # The launch limit.
 
 
+def sends_behind(device: LateDevice, computations: int) -> list[bool]:
+    """Compute behind a receive that ends once the send has begun that is launched last."""
+    receives, sends = device.Stream(), device.Stream()
+    sent: list[bool] = []
+    receives.launch(lambda: [time.sleep(0.01) for _ in range(100) if not sent], what="receive")
+    device.compute.wait_stream(receives)
+    for _ in range(computations):
+        device.compute.launch(lambda: None)
+    sends.launch(lambda: sent.append(True))
+    return sent
+
+
 @one_queue
 def test_the_host_stops_at_the_limit_and_a_send_behind_it_never_starts(
     device: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.gpu_path.late_device.STANDS_S", 0.2)
-    receives, sends = device.Stream(), device.Stream()
-    sent: list[bool] = []
-    receives.launch(lambda: [time.sleep(0.01) for _ in range(100) if not sent], what="receive")
-    device.compute.wait_stream(receives)
-
-    def compute_then_send() -> None:
-        for _ in range(200):
-            device.compute.launch(lambda: None)
-        sends.launch(lambda: sent.append(True))
-
     with pytest.raises(HangError, match="the host stands"):
-        compute_then_send()
+        sends_behind(device, 200)
+
+
+def test_below_the_limit_the_host_goes_on(device: LateDevice) -> None:
+    sent = sends_behind(device, 20)
+    device.compute.synchronize()
+    assert sent
 
 
 # A communicator.
@@ -232,28 +240,7 @@ def test_freed_memory_goes_to_the_next_of_its_size_on_its_stream(device: LateDev
     assert torch.empty(4096).data_ptr() == address
 
 
-# What NCCL keeps.
-
-
 def test_the_pool_hands_a_stream_out_again(device: LateDevice) -> None:
     streams = [device.Stream() for _ in range(33)]
     assert streams[32] is streams[0]
     assert len({stream.number for stream in streams}) == 32
-
-
-# The launch limit.
-
-
-def test_below_the_limit_the_host_goes_on(device: LateDevice) -> None:
-    receives, sends = device.Stream(), device.Stream()
-    sent: list[bool] = []
-    receives.launch(lambda: [time.sleep(0.01) for _ in range(100) if not sent], what="receive")
-    device.compute.wait_stream(receives)
-    for _ in range(20):
-        device.compute.launch(lambda: None)
-    sends.launch(lambda: sent.append(True))
-    device.compute.synchronize()
-    assert sent
-
-
-# A communicator.

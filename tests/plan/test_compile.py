@@ -11,18 +11,18 @@ from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.ops import P2P_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
-from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES, build
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import planned, verified
+from tests.plans import built, planned, verified
 
 RANKS, MICROBATCHES = 3, 6
 
 
 def order(schedule: str) -> Plan:
     segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else 2
-    return build(schedule, num_ranks=RANKS, num_segments=segments, num_microbatches=MICROBATCHES)
+    return built(schedule, RANKS, segments, MICROBATCHES)
 
 
 def every_way() -> Iterator[Callable[..., Plan]]:
@@ -80,5 +80,6 @@ def test_every_schedule_runs_with_it(schedule: str, parts: str, fields: dict[str
 
 
 def test_an_order_that_has_an_action_keeps_it():
-    whole = planned(order("aiao"), "wgrad=last@0", gathers_params=True)
-    assert planned(whole, "wgrad=last@0", gathers_params=True) == whole
+    for fields in ({"gathers_params": True}, {"shards": "weights"}, {"shards": "gradients"}):
+        whole = planned(built("aiao", RANKS, 3, MICROBATCHES), "wgrad=last@0", **fields)
+        assert planned(whole, "wgrad=last@0", **fields) == whole

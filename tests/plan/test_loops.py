@@ -14,9 +14,9 @@ from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, PlanError
 from megatron.fold3d.plan.ops import P2P_OPS, PEER, RECV_OPS, SEND_OPS, WAYS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
-from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SPLIT_SCHEDULES, build
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SPLIT_SCHEDULES
 from megatron.fold3d.plan.verify import verify
-from tests.plans import planned
+from tests.plans import built, planned
 
 
 @dataclass
@@ -176,12 +176,7 @@ def plans(random: Random, count: int) -> Iterator[Plan]:
         schedule = random.choice(("aiao", "interleaved", "afab", "1f1b", "zb-h1"))
         ranks = random.randint(1, 3)
         segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else random.randint(1, 3)
-        order = build(
-            schedule,
-            num_ranks=ranks,
-            num_segments=segments,
-            num_microbatches=random.randint(2, 4),
-        )
+        order = built(schedule, ranks, segments, random.randint(2, 4))
         choice = Choice.plain("plan", segments)
         sums = random.choice(("whole", "shards", "gathers", "parameters"))
         some = [segment for segment in range(segments) if random.random() < 0.5]

@@ -5,22 +5,12 @@ from megatron.fold3d.plan.schedules import (
     ONE_SEGMENT_SCHEDULES,
     SCHEDULES,
     SPLIT_SCHEDULES,
-    build,
 )
-from megatron.fold3d.plan.verify import verify
-from tests.plans import ZB_H1
+from tests import plans
 
 
-def rows(schedule: str, pp: int, segments: int, microbatches: int, **options) -> list[str]:
-    plan = build(
-        schedule,
-        num_ranks=pp,
-        num_segments=segments,
-        num_microbatches=microbatches,
-        **options,
-    )
-    verify(plan)
-    return plan.to_text().splitlines()
+def rows(*sizes, **options) -> list[str]:
+    return plans.rows(plans.built(*sizes, **options))
 
 
 def test_1f1b_runs_one_forward_less_ahead_per_rank():
@@ -52,7 +42,7 @@ def test_shifted_critical_path_is_1f1b_without_a_third_forward(microbatches: int
 
 
 def test_zb_h1_delays_the_weight_gradients_of_as_many_micro_batches_as_ranks_are_before():
-    assert rows("zb-h1", 4, 1, 8) == ZB_H1
+    assert rows("zb-h1", 4, 1, 8) == plans.ZB_H1
 
 
 def test_zb_h2_runs_twice_as_far_ahead_and_delays_twice_as_many():

@@ -11,11 +11,10 @@ from megatron.fold3d.plan.schedules import (
     ONE_SEGMENT_SCHEDULES,
     SCHEDULES,
     SPLIT_SCHEDULES,
-    build,
 )
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.plan.weight_order import check_oldest_first
-from tests.plans import planned
+from tests.plans import built, planned
 
 
 def rejection(text: str) -> list[str]:
@@ -36,8 +35,8 @@ def test_transformer_engine_computes_the_oldest_weight_gradients_first():
     assert message.startswith("0W1 comes before 0W0, whose backward is older")
     assert grid(cells) == [["0F0", "0F1", "0B0", "0B1", ">0W1<", "0W0"]]
     for schedule in SPLIT_SCHEDULES:
-        check_oldest_first(build(schedule, num_ranks=4, num_segments=1, num_microbatches=8))
-    aiao = build("aiao", num_ranks=4, num_segments=3, num_microbatches=8)
+        check_oldest_first(built(schedule, 4, 1, 8))
+    aiao = built("aiao", 4, 3, 8)
     check_oldest_first(delay_weight_grads(aiao, (0, 2)))
 
 
@@ -60,7 +59,7 @@ def test_a_stage_recomputes_in_order_where_that_updates_a_mean():
 
 
 def test_the_grid_shows_the_surroundings_of_the_marked_action():
-    plan = planned(build("1f1b", num_ranks=16, num_segments=1, num_microbatches=64))
+    plan = planned(built("1f1b", 16, 1, 64))
     lines = rejection(plan.to_text().replace("8B20 ", ""))
     assert lines == ["8B20 is missing; a stage runs each micro-batch once"]
     message, *cells = rejection(plan.to_text().replace(" 8SEND_B20 ", " "))
@@ -78,9 +77,7 @@ def sizes(schedule: str) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_plan_without_any_one_of_its_actions_is_refused(schedule: str):
     for pp, segments, microbatches in sizes(schedule):
-        plan = planned(
-            build(schedule, num_ranks=pp, num_segments=segments, num_microbatches=microbatches)
-        )
+        plan = planned(built(schedule, pp, segments, microbatches))
         verify(plan)
         for rank, program in enumerate(plan.programs):
             for index, action in enumerate(program):
@@ -97,7 +94,7 @@ def test_offloaded_activations_count_until_the_next_computation_is_over():
     plan = add_offload(Plan.from_text("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"))
     assert peak_activations(plan) == (3,)
     # Two that leave, one that is computed, two that come back.
-    plan = add_offload(build("afab", num_ranks=1, num_segments=1, num_microbatches=9), depth=2)
+    plan = add_offload(built("afab", 1, 1, 9), depth=2)
     assert peak_activations(plan, depth=2) == (5,)
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.forwards_ahead import forwards_that_hide
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import built
 
 
 @pytest.mark.parametrize(
@@ -19,13 +19,7 @@ def test_they_are_the_fewest_that_do(schedule: str, segments: int, transfer_s: f
     assert forwards_that_hide(1.0, 2.0, transfer_s) == ahead
 
     def makespan_s(forwards_ahead: int) -> float:
-        plan = build(
-            schedule,
-            num_ranks=4,
-            num_segments=segments,
-            num_microbatches=40,
-            forwards_ahead=forwards_ahead,
-        )
+        plan = built(schedule, 4, segments, 40, forwards_ahead=forwards_ahead)
         return simulate(plan, costs).makespan_s
 
     assert makespan_s(ahead) == pytest.approx(makespan_s(100), rel=1e-12)

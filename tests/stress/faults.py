@@ -145,19 +145,6 @@ class Ended:
     records: list[Record]
 
 
-def draw(seed: str) -> Case:
-    """Return a case of a seed, one that waits for no transfer to time out."""
-    dice = random.Random(seed)
-    fault = dice.choice([name for name in FAULTS if not FAULTS[name].waits])
-    return _drawn(dice, dice.choice([*FEATURES]), fault)
-
-
-def _drawn(dice: random.Random, features: str, fault: str) -> Case:
-    ranks = FAULTS[fault].ranks(FEATURES[features].num_ranks)
-    launcher = dice.choice(FAULTS[fault].launchers())
-    return Case(features, fault, dice.choice(ranks), dice.random(), launcher)
-
-
 def cases() -> list[Case]:
     """Return every case: each fault at each action of each rank, with each set of features."""
     found = []

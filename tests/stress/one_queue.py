@@ -13,8 +13,9 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, product
+from math import inf
 from random import Random
 from typing import Any, NamedTuple
 
@@ -102,26 +103,6 @@ def _variants(schedule: str, ranks: int) -> Iterator[dict[str, Any]]:
         yield {"forwards_ahead": FORWARDS_AHEAD[schedule] + 1}
 
 
-def rejected(among: Iterator[Case]) -> Iterator[tuple[Case, str | None]]:
-    """Yield each case that can be built, with why it does not end, or None if it does."""
-    for case in among:
-        plan = case.plan()
-        try:
-            verify_on_device(plan, 1, tensor_parallel=case.tensor_parallel)
-        except PlanError as error:
-            yield case, str(error)
-        else:
-            yield case, None
-
-
-def until(ends: float, among: Sequence[Case]) -> Iterator[Case]:
-    """Yield at least one case, and no further one once `time.monotonic` has reached ``ends``."""
-    for case in among:
-        yield case
-        if time.monotonic() >= ends:
-            return
-
-
 def main() -> int:
     """Return 1 if a plan does not end."""
     parser = argparse.ArgumentParser()
@@ -130,18 +111,22 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="stop after that; all plans by default")
     parser.add_argument("--seed", type=int, default=0, help="of the order, with --seconds")
     options = parser.parse_args()
-    among: Iterator[Case] = islice(cases(options.schedules), 0, None, options.every)
+    among: Iterable[Case] = islice(cases(options.schedules), 0, None, options.every)
+    ends = inf
     if options.seconds is not None:
-        shuffled = list(among)
-        Random(options.seed).shuffle(shuffled)
-        among = until(time.monotonic() + options.seconds, shuffled)
+        among, ends = list(among), time.monotonic() + options.seconds
+        Random(options.seed).shuffle(among)
     played: Counter[str] = Counter()
     num_rejected = 0
-    for case, why in rejected(among):
+    for case in among:
         played[case.schedule] += 1
-        if why is not None:
+        try:
+            verify_on_device(case.plan(), 1, tensor_parallel=case.tensor_parallel)
+        except PlanError as error:
             num_rejected += 1
-            print(f"{case}: {why}", flush=True)
+            print(f"{case}: {error}", flush=True)
+        if time.monotonic() >= ends:
+            break
     print(", ".join(f"{schedule} {count}" for schedule, count in played.items()))
     print(f"{played.total()} plans with one hardware queue, {num_rejected} of them do not end")
     return int(bool(num_rejected))

@@ -56,22 +56,9 @@ def test_replicas_drift_apart_if_the_data_loader_draws_from_the_generator_of_dro
     assert first != second, "Megatron's data loader has become harmless: remove the patch"
 
 
-def test_recompute_changes_no_bit() -> None:
-    plain, recomputed = (
-        run_distributed(trained, 1, f"--train-iters 2 {flags}") for flags in ("", FULL)
-    )
-    assert plain == recomputed
-
-
-@pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("form", ["torch_dist", "torch"])
-def test_the_distributed_optimizer_resumes_bit_for_bit(
-    tmp_path: Path, precision: str, form: str
-) -> None:
-    flags = (
-        "--pipeline-model-parallel-size 2 --use-distributed-optimizer "
-        f"--train-iters 4 --ckpt-format {form} {precision}"
-    )
+def test_the_distributed_optimizer_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """In 32 bits; tests/end_to_end resume those of 16 bits in either format."""
+    flags = "--pipeline-model-parallel-size 2 --use-distributed-optimizer --train-iters 4"
     saving = f"{flags} --save {tmp_path} --save-interval 2"
     whole = run_distributed(trained, 2, saving)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")

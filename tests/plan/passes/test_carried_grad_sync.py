@@ -3,16 +3,10 @@
 from megatron.fold3d.plan.compile import forward_only
 from megatron.fold3d.plan.ir import Action, Op, Plan, carried
 from megatron.fold3d.plan.passes.carried_grad_sync import carry_grad_sync, share_grad_sync
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
-from tests.plans import planned
+from tests.plans import built, planned, rows
 
-LOWERED = planned(build("aiao", num_ranks=2, num_segments=2, num_microbatches=2))
-
-
-def rows(plan: Plan) -> list[str]:
-    verify(plan)
-    return plan.to_text().splitlines()
+LOWERED = planned(built("aiao", 2, 2, 2))
 
 
 def test_a_stage_steps_right_before_its_first_forward_behind_its_receive():
@@ -62,7 +56,7 @@ def test_a_plan_tells_which_of_its_stages_are_carried_and_whether_a_step_is_not(
 
 
 def test_what_is_left_of_a_sum_starts_in_the_order_in_which_forwards_need_it():
-    order = build("afab", num_ranks=1, num_segments=3, num_microbatches=1)
+    order = built("afab", 1, 3, 1)
     every = carry_grad_sync(planned(order), range(3))
     assert rows(share_grad_sync(every, (0.0, 0.25, 0.5))) == [
         "1ALL_REDUCE 2ALL_REDUCE 0STEP 0F0 1STEP 1F0 2STEP 2F0 2B0 2REDUCE_KEPT 2ALL_REDUCE:500 "

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from megatron.fold3d.plan.passes.combined import combined, one_more_ahead
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import built
 
 
 def test_no_forward_is_combined_with_its_own_backward():
-    order = build("interleaved", num_ranks=4, num_segments=2, num_microbatches=8)
+    order = built("interleaved", 4, 2, 8)
     for program in one_more_ahead(order).programs:
         both = list(combined(program))
         assert both
@@ -18,7 +18,7 @@ def test_no_forward_is_combined_with_its_own_backward():
 
 
 def test_each_computes_during_the_all_to_alls_of_the_other():
-    order = one_more_ahead(build("1f1b", num_ranks=1, num_segments=1, num_microbatches=4))
+    order = one_more_ahead(built("1f1b", 1, 1, 4))
     assert " ".join(map(str, order.programs[0])) == "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"
     costs = replace(Costs.uniform(1), ep_sync_s=(0.5,))
     assert simulate(order, costs, Link()).period_s == 12

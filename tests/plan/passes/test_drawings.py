@@ -22,21 +22,19 @@ from megatron.fold3d.plan.passes import (
     transfers,
     weight_grads,
 )
-from megatron.fold3d.plan.schedules import build
+from tests.plans import built
 
-AFAB = build("afab", num_ranks=2, num_segments=1, num_microbatches=2)
-AIAO = build("afab", num_ranks=2, num_segments=2, num_microbatches=2)
-THREE = build("aiao", num_ranks=2, num_segments=3, num_microbatches=1)
-DELAYED = weight_grads.delay_weight_grads(
-    build("afab", num_ranks=1, num_segments=1, num_microbatches=2), [0]
-)
+AFAB = built("afab", 2, 1, 2)
+AIAO = built("afab", 2, 2, 2)
+THREE = built("aiao", 2, 3, 1)
+DELAYED = weight_grads.delay_weight_grads(built("afab", 1, 1, 2), [0])
 CARRIED = carried_grad_sync.carry_grad_sync(grad_sync.add_grad_sync(AIAO), range(4))
-TRIANGLE = build("1f1b", num_ranks=3, num_segments=1, num_microbatches=5)
+TRIANGLE = built("1f1b", 3, 1, 5)
 EQUAL = (1.0,) * 3
 TIMES = place_weight_grads.StageTimes(forward_s=EQUAL, backward_s=EQUAL, weight_s=EQUAL)
-ONE = build("aiao", num_ranks=2, num_segments=2, num_microbatches=1)
+ONE = built("aiao", 2, 2, 1)
 SCATTERED = grad_sync.add_grad_sync(ONE, range(4))
-FORWARDS = forward_only(build("aiao", num_ranks=2, num_segments=2, num_microbatches=3))
+FORWARDS = forward_only(built("aiao", 2, 2, 3))
 
 
 def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:

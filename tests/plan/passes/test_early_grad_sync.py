@@ -9,9 +9,8 @@ from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.ops import COMPUTE_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.transfers import add_p2p
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
-from tests.plans import planned, verified
+from tests.plans import built, planned, verified
 
 SPLIT = frozenset({Op.BACKWARD, Op.WEIGHT_PART})
 EARLY = """
@@ -36,7 +35,7 @@ def test_plans_with_early_slices_are_valid_and_differ_in_nothing_else(
     schedule: str, pp: int, segments: int, microbatches: int, delayed: set[int], gathers: bool
 ):
     delayed = {segment for segment in delayed if segment < segments}
-    order = build(schedule, num_ranks=pp, num_segments=segments, num_microbatches=microbatches)
+    order = built(schedule, pp, segments, microbatches)
     choice = Choice.plain(schedule, segments).changed((0,), optimizer="replicated")
     choice = choice.changed(delayed, wgrad="last")
     if not gathers:
@@ -61,7 +60,7 @@ def test_plans_with_early_slices_are_valid_and_differ_in_nothing_else(
 
 
 def test_weight_gradients_follow_the_backwards_of_their_segment():
-    order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2)
+    order = built("aiao", 1, 2, 2)
     assert verified(planned(order, "wgrad=behind", reduces_early=True)).to_text() == (
         "0F0 0F1 1F0 1B0 1F1 1B1 1W:500 1ALL_REDUCE:500 1W:1000 1ALL_REDUCE 0B0 0B1 "
         "0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 1STEP 0STEP\n"
@@ -69,7 +68,7 @@ def test_weight_gradients_follow_the_backwards_of_their_segment():
 
 
 def test_what_is_computed_behind_all_backwards_reduces_to_shards_in_slices():
-    order = build("aiao", num_ranks=1, num_segments=4, num_microbatches=2)
+    order = built("aiao", 1, 4, 2)
     parts = "wgrad=behind@0:wgrad=last@1,2"
     made = partial(planned, order, reduces_early=True)
     whole = f"{parts}:optimizer=replicated@0"
@@ -86,7 +85,7 @@ def test_what_is_computed_behind_all_backwards_reduces_to_shards_in_slices():
 
 
 def test_a_stage_that_is_carried_has_some_only_if_they_are_asked_for():
-    order = build("aiao", num_ranks=2, num_segments=2, num_microbatches=3)
+    order = built("aiao", 2, 2, 3)
     one = Choice.parse("aiao:wgrad=last@0:wgrad=behind@1", 2).changed((0,), step="next")
     assert early(verified(planned(order, one, reduces_early=True))) == {2, 3}
     plan = verified(planned(order, one.changed(step="next"), reduces_early=True))
@@ -98,14 +97,14 @@ def test_a_stage_that_is_carried_has_some_only_if_they_are_asked_for():
 
 
 def test_reductions_to_shards_start_early_where_it_is_asked_for():
-    order = build("aiao", num_ranks=2, num_segments=2, num_microbatches=3)
+    order = built("aiao", 2, 2, 3)
     made = partial(planned, order, gathers_params=True, reduces_early=True)
     assert early(verified(made("wgrad=last"))) == {0, 1, 2, 3}  # behind all backwards
     assert early(verified(made("wgrad=behind@1"))) == {2, 3}
 
 
 def test_weight_gradients_between_backwards_stay_apart():
-    order = build("zb-h1", num_ranks=2, num_segments=1, num_microbatches=4)
+    order = built("zb-h1", 2, 1, 4)
     plan = verified(planned(order, reduces_early=True))
     assert not early(plan)
 

@@ -4,24 +4,15 @@ from typing import Any
 
 import pytest
 
-from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.carried_grad_sync import share_grad_sync
 from megatron.fold3d.plan.passes.gather_later import gather_later
-from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.plan.verify import verify
-from tests.plans import planned
-
-
-def rows(plan: Plan) -> list[str]:
-    verify(plan)
-    return plan.to_text().splitlines()
-
+from tests.plans import built, planned, rows
 
 SHARDED: dict[str, Any] = {"parts": "step=next", "gathers_params": True}
 
 
 def test_a_reduce_scatter_ends_behind_forwards_of_the_stage_before():
-    plan = build("afab", num_ranks=1, num_segments=3, num_microbatches=2)
+    plan = built("afab", 1, 3, 2)
     carried = planned(plan, **SHARDED)
     after = (
         "0STEP 0ALL_GATHER 0F0 1STEP 1ALL_GATHER 0F1 1F0 1F1 2STEP 2ALL_GATHER 2F0 2F1 "
@@ -46,12 +37,12 @@ def test_a_reduce_scatter_ends_behind_forwards_of_the_stage_before():
 def test_a_reduce_scatter_and_an_all_gather_divide_the_forwards_between_them(
     share: float, parameter_share: float, forwards: int
 ):
-    plan = build("afab", num_ranks=1, num_segments=2, num_microbatches=8)
+    plan = built("afab", 1, 2, 8)
     moved = gather_later(planned(plan, **SHARDED), (share, share), parameter_share)
     assert moved.to_text().partition("1ALL_GATHER")[0].count("0F") == forwards
 
 
 def test_only_gathers_of_carried_stages_move():
-    plan = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2)
+    plan = built("aiao", 1, 2, 2)
     for lowered in (planned(plan, gathers_params=True), planned(plan, "step=next")):
         assert gather_later(lowered, (0.5, 0.5), 1.0) == lowered

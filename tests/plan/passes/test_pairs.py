@@ -14,13 +14,13 @@ from megatron.fold3d.plan.passes.pairs import (
     pair_microbatches,
 )
 from megatron.fold3d.plan.passes.transfers import add_p2p
-from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES, build
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES
 from megatron.fold3d.plan.verify import verify
-from tests.plans import planned, verified
+from tests.plans import built, planned, verified
 
 
 def order(schedule: str, m: int, *, p: int = 2, ns: int = 1) -> Plan:
-    of_pairs = build(schedule, num_ranks=p, num_segments=ns, num_microbatches=num_pairs(m))
+    of_pairs = built(schedule, p, ns, num_pairs(m))
     return in_pairs(of_pairs, m)
 
 

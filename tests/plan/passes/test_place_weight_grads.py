@@ -12,11 +12,11 @@ from megatron.fold3d.plan.passes.place_weight_grads import (
     placed_orders,
 )
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
-from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, ONE_SEGMENT_SCHEDULES, build
+from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, ONE_SEGMENT_SCHEDULES
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import planned
+from tests.plans import built, planned
 
 
 def times(plan: Plan, f: float = 1, b: float = 1, w: float = 1, transfer_s: float = 0):
@@ -38,24 +38,20 @@ def seconds(plan: Plan, known: StageTimes) -> float:
 
 
 def one_f_one_b(ranks: int, microbatches: int, ahead: int = 1) -> Plan:
-    return build(
-        "1f1b",
-        num_ranks=ranks,
-        num_segments=1,
-        num_microbatches=microbatches,
-        forwards_ahead=ahead,
-    )
+    return built("1f1b", ranks, 1, microbatches, forwards_ahead=ahead)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
 @pytest.mark.parametrize("rounds", [2, 3])
 def test_equal_times_make_1f1b_zero_bubble(ranks: int, rounds: int):
-    sizes = {"num_ranks": ranks, "num_segments": 1, "num_microbatches": ranks * rounds}
     order = one_f_one_b(ranks, ranks * rounds)
-    assert place_weight_grads(order, times(order)) == build("zb-h1", **sizes)
+    assert place_weight_grads(order, times(order)) == built("zb-h1", ranks, 1, ranks * rounds)
 
     # The papers' ZB-H2 alternates B and W to the end; here B comes first, for which others wait.
-    further, h2 = one_f_one_b(ranks, ranks * rounds, ahead=2), build("zb-h2", **sizes)
+    further, h2 = (
+        one_f_one_b(ranks, ranks * rounds, ahead=2),
+        built("zb-h2", ranks, 1, ranks * rounds),
+    )
     placed = place_weight_grads(further, times(further))
     assert seconds(placed, times(order)) == seconds(h2, times(order))
     assert max(peak_activations(placed)) == max(peak_activations(h2))
@@ -75,7 +71,7 @@ def test_a_gap_is_filled_with_what_fits_it():
 
 
 def test_segments_at_the_end_are_those_that_delay_weight_grads_leaves_there():
-    aiao = build("aiao", num_ranks=2, num_segments=3, num_microbatches=4)
+    aiao = built("aiao", 2, 3, 4)
     roomy = HeldSizes.counted(aiao, most=100)
     placed = place_weight_grads(aiao, times(aiao, w=100), roomy, at_end=range(3))
     assert placed == delay_weight_grads(aiao, range(3))
@@ -117,13 +113,9 @@ def test_an_order_that_cannot_run_is_refused():
 def orders(draw: st.DrawFn) -> Plan:
     schedule = draw(st.sampled_from(("aiao", "afab", "1f1b", "interleaved", "breadth-first")))
     ahead = draw(st.integers(1, 4)) if schedule in FORWARDS_AHEAD else None
-    return build(
-        schedule,
-        num_ranks=draw(st.integers(1, 4)),
-        num_segments=1 if schedule in ONE_SEGMENT_SCHEDULES else draw(st.integers(1, 3)),
-        num_microbatches=draw(st.integers(1, 8)),
-        forwards_ahead=ahead,
-    )
+    segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else draw(st.integers(1, 3))
+    sizes = draw(st.integers(1, 4)), segments, draw(st.integers(1, 8))
+    return built(schedule, *sizes, forwards_ahead=ahead)
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,11 +5,10 @@ from megatron.fold3d.plan.memory import peak_activations, peak_recomputed
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.passes.pairs import chains
 from megatron.fold3d.plan.passes.recompute import recompute_early
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
-from tests.plans import planned, verified
+from tests.plans import built, planned, verified
 
-ORDER = build("1f1b", num_ranks=2, num_segments=1, num_microbatches=3)
+ORDER = built("1f1b", 2, 1, 3)
 
 
 def test_it_stands_before_the_backward_and_its_receive_is_posted_before_it():

@@ -7,18 +7,14 @@ import pytest
 from megatron.fold3d.plan.ir import Op, Plan, PlanError, Program
 from megatron.fold3d.plan.memory import peak_resident
 from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS
-from megatron.fold3d.plan.passes.shard_grads import shard_grads
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
-from tests.plans import planned, verified, whole_at_once
+from tests.plans import built, planned, verified, whole_at_once
 
 BOTH: dict[str, Any] = {"shards": "gradients"}
 
 
 def aiao(num_ranks: int, num_segments: int) -> Plan:
-    return build(
-        "aiao", num_ranks=num_ranks, num_segments=num_segments, num_microbatches=2 * num_ranks
-    )
+    return built("aiao", num_ranks, num_segments, 2 * num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -34,11 +30,6 @@ def test_delayed_weight_gradients_are_reduced_before_they_are_freed():
     plan = planned(aiao(2, 4), "wgrad=last@2", **BOTH)
     verify(plan)
     assert whole_at_once(plan, gradients=1.0) == (3, 3)
-
-
-def test_a_plan_that_frees_already_is_left_as_it_is():
-    plan = planned(aiao(2, 3), **BOTH)
-    assert shard_grads(plan) is plan
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,14 @@ from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.shard_params import shard_params
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import planned, whole_at_once
+from tests.plans import built, planned, whole_at_once
 
 
 def aiao(num_ranks: int, num_segments: int) -> Plan:
-    return build(
-        "aiao", num_ranks=num_ranks, num_segments=num_segments, num_microbatches=2 * num_ranks
-    )
+    return built("aiao", num_ranks, num_segments, 2 * num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -52,13 +49,8 @@ def test_forwards_alone_keep_their_parameters():
     assert not shard_params(plan).has(Op.FREE_PARAM)
 
 
-def test_a_plan_that_frees_already_is_left_as_it_is():
-    plan = shard_params(aiao(2, 3))
-    assert shard_params(plan) is plan
-
-
 def test_the_simulator_waits_for_both_gathers():
-    order = build("aiao", num_ranks=1, num_segments=3, num_microbatches=1)
+    order = built("aiao", 1, 3, 1)
     free = Costs.uniform(3, forward_s=1.0, backward_s=2.0)
     slow = replace(free, param_gather_s=(5.0,) * 3)
     assert simulate(shard_params(order), free).makespan_s == pytest.approx(9)

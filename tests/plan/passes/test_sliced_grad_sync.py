@@ -13,10 +13,9 @@ from megatron.fold3d.plan.ops import COMPUTE_OPS, SUM_OPS
 from megatron.fold3d.plan.parts import part_begins
 from megatron.fold3d.plan.passes.sliced_grad_sync import MOST_SLICES, slice_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import split_stages
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 from tests.plan.test_properties import Case, cases
-from tests.plans import planned
+from tests.plans import built, planned
 
 
 def slices_of(program: Program) -> dict[int, list[Action]]:
@@ -91,7 +90,7 @@ def test_at_most_one_slice_stands_between_two_computations(both: tuple[Plan, Pla
 
 
 def test_a_stage_of_many_microbatches_has_a_limited_number_of_slices():
-    order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=450)
+    order = built("aiao", 1, 2, 450)
     plan = planned(order, "slices=on")
     slices = slices_of(plan.programs[0])[1]
     assert MOST_SLICES / 2 < len(slices) <= MOST_SLICES

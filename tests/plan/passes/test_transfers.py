@@ -7,29 +7,19 @@ from megatron.fold3d.plan.ops import COMPUTE_OPS, RECV_OPS
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.transfers import add_p2p
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
-from tests.plans import planned
-
-
-def compute(schedule: str, pp: int, segments: int, microbatches: int) -> Plan:
-    return build(schedule, num_ranks=pp, num_segments=segments, num_microbatches=microbatches)
-
-
-def rows(plan: Plan) -> list[str]:
-    verify(plan)
-    return plan.to_text().splitlines()
+from tests.plans import built, planned, rows
 
 
 def test_a_receive_is_posted_before_the_computation_that_precedes_its_use():
-    assert rows(add_p2p(compute("1f1b", 2, 1, 3))) == [
+    assert rows(add_p2p(built("1f1b", 2, 1, 3))) == [
         "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
     ]
 
 
 def test_receives_further_ahead_stand_before_an_earlier_computation():
-    order = compute("aiao", 2, 2, 4)
+    order = built("aiao", 2, 2, 4)
     one, three = (add_p2p(order, receives_ahead=count) for count in (1, 3))
     verify(three)
     for near, far in zip(one.programs, three.programs, strict=True):
@@ -42,7 +32,7 @@ def test_receives_further_ahead_stand_before_an_earlier_computation():
 
 
 def test_the_last_rank_hands_a_segment_back_to_the_first():
-    assert rows(add_p2p(compute("aiao", 2, 2, 2))) == [
+    assert rows(add_p2p(built("aiao", 2, 2, 2))) == [
         (
             "0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 2RECV_F1 2F0 2SEND_F0 2RECV_B0 2F1 2SEND_F1 "
             "2RECV_B1 2B0 2SEND_B0 0RECV_B0 2B1 2SEND_B1 0RECV_B1 0B0 0B1"
@@ -55,12 +45,12 @@ def test_the_last_rank_hands_a_segment_back_to_the_first():
 
 
 def test_one_rank_sends_nothing():
-    plan = compute("aiao", 1, 3, 2)
+    plan = built("aiao", 1, 3, 2)
     assert add_p2p(plan) == plan
 
 
 def test_transfers_are_made_anew_where_there_are_some():
-    plan = add_p2p(compute("interleaved", 4, 2, 8))
+    plan = add_p2p(built("interleaved", 4, 2, 8))
     assert add_p2p(plan) == plan
 
 
@@ -97,21 +87,21 @@ def test_an_order_that_cannot_run_is_refused_with_where_each_rank_stands():
 
 
 def test_lower_adds_what_lacks_and_nothing_twice():
-    plan = compute("aiao", 2, 2, 3)
+    plan = built("aiao", 2, 2, 3)
     lowered = planned(plan)
     assert lowered == add_grad_sync(add_p2p(plan))
     assert planned(add_p2p(plan)) == planned(lowered) == lowered
 
 
 def test_offload_spares_what_comes_back_within_two_computations():
-    assert rows(add_offload(compute("1f1b", 1, 1, 2))) == ["0F0 0B0 0F1 0B1"]
-    assert rows(add_offload(compute("afab", 1, 1, 3))) == [
+    assert rows(add_offload(built("1f1b", 1, 1, 2))) == ["0F0 0B0 0F1 0B1"]
+    assert rows(add_offload(built("afab", 1, 1, 3))) == [
         "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0OFFLOAD2 0RELOAD1 0B0 0RELOAD2 0B1 0B2"
     ]
 
 
 def test_offload_keeps_three_activations_of_a_long_queue():
-    plan = compute("afab", 1, 1, 50)
+    plan = built("afab", 1, 1, 50)
     assert peak_activations(plan) == (50,)
     # Where forwards end: one leaves, one is computed, one comes back.
     assert peak_activations(add_offload(plan)) == (3,)
@@ -127,30 +117,28 @@ def test_offload_leaves_when_its_output_has_been_sent():
 
 
 def test_offload_comes_back_earlier_over_slow_copies():
-    assert rows(add_offload(compute("afab", 1, 1, 5), depth=2)) == [
+    assert rows(add_offload(built("afab", 1, 1, 5), depth=2)) == [
         "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0RELOAD0 0F3 0OFFLOAD3 0RELOAD1 0F4 0OFFLOAD4 "
         "0RELOAD2 0B0 0RELOAD3 0B1 0RELOAD4 0B2 0B3 0B4"
     ]
     # What began to leave two computations ago has left when the first one comes back.
-    assert rows(add_offload(compute("afab", 1, 1, 4), depth=2)) == [
-        "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"
-    ]
+    assert rows(add_offload(built("afab", 1, 1, 4), depth=2)) == ["0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"]
 
 
 def test_offload_of_a_few_takes_the_longest_away_and_spreads_them():
-    assert rows(add_offload(compute("afab", 1, 1, 6), at_most=2)) == [
+    assert rows(add_offload(built("afab", 1, 1, 6), at_most=2)) == [
         "0F0 0OFFLOAD0 0F1 0F2 0F3 0OFFLOAD3 0F4 0RELOAD0 0F5 0B0 0B1 0RELOAD3 0B2 0B3 0B4 0B5"
     ]
-    lowered = add_offload(compute("afab", 1, 2, 3), at_most=4)
+    lowered = add_offload(built("afab", 1, 2, 3), at_most=4)
     assert [str(a) for a in lowered.programs[0] if a.op is Op.OFFLOAD] == [
         *("0OFFLOAD0", "0OFFLOAD1", "0OFFLOAD2", "1OFFLOAD0"),
     ]
-    assert add_offload(compute("afab", 1, 2, 3), at_most=0) == compute("afab", 1, 2, 3)
+    assert add_offload(built("afab", 1, 2, 3), at_most=0) == built("afab", 1, 2, 3)
 
 
 def test_evaluation_runs_the_forwards():
-    assert forward_only(compute("1f1b", 2, 1, 3)).to_text() == "0F0 0F1 0F2\n1F0 1F1 1F2\n"
-    assert rows(add_p2p(forward_only(compute("1f1b", 2, 1, 2)))) == [
+    assert forward_only(built("1f1b", 2, 1, 3)).to_text() == "0F0 0F1 0F2\n1F0 1F1 1F2\n"
+    assert rows(add_p2p(forward_only(built("1f1b", 2, 1, 2)))) == [
         "0F0 0SEND_F0 0F1 0SEND_F1",
         "1RECV_F0 1RECV_F1 1F0 1F1",
     ]

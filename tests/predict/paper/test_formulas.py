@@ -6,11 +6,15 @@ import pytest
 
 from megatron.fold3d.policy.num_segments import overlapping_s
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
-from megatron.fold3d.predict.cost_model.ring_times import group_bandwidths
+from megatron.fold3d.predict.cost_model.ring_times import (
+    all_gather_s,
+    all_reduce_s,
+    group_bandwidths,
+    reduce_scatter_s,
+)
 from megatron.fold3d.predict.cost_model.sizes import Setup, message_bytes, tensor_parallel_bytes
 from scripts.paper import perf_model
 from tests.predict.paper import formulas
-from tests.predict.paper.formulas import Layer4D
 
 DATA = Path(__file__).parents[2] / "data"
 AXONN, MEGATRON, FOLD3D = (
@@ -97,19 +101,19 @@ def test_axonn_bandwidths_and_times(vector):
         vector["G"], vector["G_node"], vector["beta_intra"], vector["beta_inter"]
     )
     assert betas == exactly(tuple(vector["beta"]))
-    layer = Layer4D(
-        rows=vector["m_rows_after_data_split"],
-        k=vector["k"],
-        n=vector["n"],
-        grid=tuple(vector["G"]),
-        bandwidths=betas,
-        element_bytes=vector["bytes_per_element"],
-        transposed=vector["transposed"],
+    (gx, gy, gz, data), (bx, by, bz, b_data) = vector["G"], betas
+    if vector["transposed"]:  # the roles, and the bandwidths, of x and y are swapped
+        gx, gy, bx, by = gy, gx, by, bx
+    size, rows, k, n = (
+        vector[name] for name in ("bytes_per_element", "m_rows_after_data_split", "k", "n")
     )
-    times = vector["times_s"]
-    assert layer.all_gather_z_s() == exactly(times["ag_z"])
-    assert layer.reduce_scatter_z_s() == exactly(times["rs_z"])
-    assert layer.all_reduce_y_s() == exactly(times["ar_y"])
-    assert layer.all_reduce_x_s() == exactly(times["ar_x"])
-    assert layer.all_reduce_data_s() == exactly(times["ar_data"])
-    assert layer.total_s() == exactly(times["total"])
+    weight = size * k * n / (gx * gy)  # of a fully connected layer, m rows times k by n
+    times = {  # equations 4 to 8; of them the last is DP.sync
+        "ag_z": all_gather_s(gz, weight / gz, bz),
+        "rs_z": reduce_scatter_s(gz, weight, bz),
+        "ar_y": all_reduce_s(gy, size * rows * n / (gz * gx), by),
+        "ar_x": all_reduce_s(gx, size * rows * k / (gz * gy), bx),
+        "ar_data": all_reduce_s(data, weight / gz, b_data),
+    }
+    times["total"] = sum(times.values())
+    assert times == exactly(vector["times_s"])

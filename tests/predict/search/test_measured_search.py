@@ -12,21 +12,27 @@ from megatron.fold3d.plan.compile import Job, lower
 from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.plan.memory import HeldSizes
 from megatron.fold3d.plan.passes.place_weight_grads import place_with_equal_times
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.search.measured_search import measured_search, predictions
+from tests.plans import built
+
+
+def alike(stages: int, backward: float, weight: float, sync: float, **fields: Any) -> MeasuredTimes:
+    """Times of stages that are alike, with forwards of one second."""
+    return MeasuredTimes(
+        forward_s=(1.0,) * stages,
+        backward_s=(backward,) * stages,
+        recompute_s=(0.0,) * stages,
+        weight_s=(weight,) * stages,
+        grad_sync_s=(sync,) * stages,
+        **fields,
+    )
+
 
 FOUR = (1.0,) * 4
-TIMES = MeasuredTimes(
-    forward_s=FOUR,
-    backward_s=FOUR,
-    recompute_s=(0.0,) * 4,
-    weight_s=FOUR,
-    transfer_s=0.5,
-    grad_sync_s=(0.0,) * 4,
-)
+TIMES = alike(4, 1.0, 1.0, 0.0, transfer_s=0.5)
 GAPS = {"wgrad": ("backward", "gaps")}
 
 
@@ -37,10 +43,8 @@ def best(times: MeasuredTimes, word: str = "1f1b:wgrad=gaps", **changed: Any) ->
 
 
 def test_until_times_are_known_they_count_as_equal():
-    order = build("1f1b", num_ranks=4, num_segments=1, num_microbatches=8)
-    assert place_with_equal_times(order) == build(
-        "zb-h1", num_ranks=4, num_segments=1, num_microbatches=8
-    )
+    order = built("1f1b", 4, 1, 8)
+    assert place_with_equal_times(order) == built("zb-h1", 4, 1, 8)
 
 
 def test_slow_transfers_let_more_forwards_run_ahead():
@@ -78,15 +82,7 @@ def test_dp_sync_of_the_first_segment_is_hidden_behind_weight_gradients():
 
 def test_segments_are_replicated_as_far_as_memory_has_room():
     eight = (3.0,) * 8
-    times = MeasuredTimes(
-        forward_s=(1.0,) * 8,
-        backward_s=(2.0,) * 8,
-        recompute_s=(0.0,) * 8,
-        weight_s=(0.0,) * 8,
-        transfer_s=0.1,
-        grad_sync_s=(12.0,) * 8,
-        other_shard_bytes=(5.0,) * 4,
-    )
+    times = alike(8, 2.0, 0.0, 12.0, transfer_s=0.1, other_shard_bytes=(5.0,) * 4)
     first = Choice.plain("interleaved", 4)
     search = partial(
         measured_search,
@@ -110,17 +106,9 @@ def test_segments_are_replicated_as_far_as_memory_has_room():
 
 def test_measured_all_reduces_are_halved_and_gathers_have_the_size_of_parameters():
     # Of one rank, three segments and two micro-batches: forwards take 2 s each, backwards 6.
-    times = MeasuredTimes(
-        forward_s=(1.0,) * 3,
-        backward_s=(3.0,) * 3,
-        recompute_s=(0.0,) * 3,
-        weight_s=(0.0,) * 3,
-        transfer_s=0.0,
-        grad_sync_s=(6.0,) * 3,
-        other_shard_bytes=(0.0,) * 3,
-    )
+    times = alike(3, 3.0, 0.0, 6.0, transfer_s=0.0, other_shard_bytes=(0.0,) * 3)
     first = Choice.plain("afab", 3)
-    order = build("afab", num_ranks=1, num_segments=3, num_microbatches=2)
+    order = built("afab", 1, 3, 2)
     job = Job.of(order, first, steps_shards=True, gathers_params=True)
     measured = partial(
         measured_search,

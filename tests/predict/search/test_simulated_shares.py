@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
@@ -13,16 +12,11 @@ from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.simulated_shares import auto_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
-from tests.plans import deferred_grad_sync
+from tests.plans import built, deferred_grad_sync
 
 
 def shares(costs: Costs, ranks: int = 1, microbatches: int = 2):
-    plan = build(
-        "aiao",
-        num_ranks=ranks,
-        num_segments=len(costs.forward_s) // ranks,
-        num_microbatches=microbatches,
-    )
+    plan = built("aiao", ranks, len(costs.forward_s) // ranks, microbatches)
     return auto_shares(deferred_grad_sync(plan), costs, Link(preemptive=False))
 
 

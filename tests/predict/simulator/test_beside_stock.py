@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import built
 
 OURS = Link()
 SIZES = [  # ranks, micro-batches, group
@@ -22,13 +22,7 @@ SIZES = [  # ranks, micro-batches, group
 def test_with_the_same_groups_ours_is_never_slower(
     segments: int, ranks: int, microbatches: int, group: int, recomputed: bool
 ):
-    plan = build(
-        "interleaved",
-        num_ranks=ranks,
-        num_segments=segments,
-        num_microbatches=microbatches,
-        group_size=group,
-    )
+    plan = built("interleaved", ranks, segments, microbatches, group_size=group)
     stocks = replace(OURS, sends_waited_for=sends_stock_waits_for(segments))
     for transfer_s in (0.15, 0.6, 2.4):
         each = 1 / segments

@@ -11,7 +11,7 @@ from megatron.fold3d.observe.exposure import exposure
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Timeline
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.offload import OffloadChoice
-from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES
 from megatron.fold3d.predict.cost_model.launches import SLICE_BYTES, launches
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -21,7 +21,7 @@ from megatron.fold3d.predict.simulator.link import (
     sends_stock_waits_for,
 )
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import planned
+from tests.plans import built, planned
 
 OVERLAPPED, DEFERRED = "", "step=next"
 
@@ -33,7 +33,7 @@ MS = Costs.uniform(SEGMENTS, forward_s=20.0, backward_s=60.0, grad_sync_s=640.0)
 
 
 def order(num_ranks: int = 1) -> Plan:
-    return build("aiao", num_ranks=num_ranks, num_segments=SEGMENTS, num_microbatches=MICROBATCHES)
+    return built("aiao", num_ranks, SEGMENTS, MICROBATCHES)
 
 
 def period(parts: str, device: Device, share: float | None = None) -> float:
@@ -119,7 +119,7 @@ def test_stock_has_one_stream_for_all_of_its_reductions():
 @pytest.mark.parametrize("p2p_s", [2.0, 3.0, 4.0])  # a forward takes 1
 def test_messages_longer_than_a_forward_follow_each_other_with_one_queue(p2p_s: float):
     # One receive is open while another is in flight: they are of an even and an odd micro-batch.
-    order = build("1f1b", num_ranks=8, num_segments=1, num_microbatches=32, forwards_ahead=3)
+    order = built("1f1b", 8, 1, 32, forwards_ahead=3)
     plan, costs = planned(order, receives_late=True), Costs.uniform(8, p2p_s=p2p_s)
     one, many = (
         simulate(plan, costs, Link(device=Device(connections=n))).period_s for n in (1, 32)
@@ -132,12 +132,7 @@ def runs(draw: st.DrawFn) -> tuple[Plan, Costs, Link]:
     schedule = draw(st.sampled_from(SCHEDULES))
     ranks = draw(st.integers(1, 5))
     segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else draw(st.integers(1, 4))
-    plan = build(
-        schedule,
-        num_ranks=ranks,
-        num_segments=segments,
-        num_microbatches=draw(st.integers(1, 10)),
-    )
+    plan = built(schedule, ranks, segments, draw(st.integers(1, 10)))
     deferred = draw(st.booleans())
     offload = draw(st.sampled_from((None, OffloadChoice())))
     stages = plan.num_stages

@@ -17,18 +17,13 @@ from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, serial_grad_syn
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import deferred_grad_sync
+from tests.plans import built, deferred_grad_sync
 from tests.predict.simulator.check_vectors import error, errors_of
 
 CASES = json.loads((Path(__file__).parents[2] / "data/simulator_vectors.json").read_text())["cases"]
-
-
-def built(schedule: str, ranks: int, segments: int, microbatches: int) -> Plan:
-    return build(schedule, num_ranks=ranks, num_segments=segments, num_microbatches=microbatches)
 
 
 def compute_rows(timeline: Timeline) -> list[list[tuple[float, float, str]]]:

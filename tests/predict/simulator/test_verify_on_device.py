@@ -18,7 +18,12 @@ from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.grad_sync import aligned_grad_sync
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.transfers import add_p2p
-from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
+from megatron.fold3d.plan.schedules import (
+    FORWARDS_AHEAD,
+    ONE_SEGMENT_SCHEDULES,
+    SCHEDULES,
+    build,
+)
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.simulator.device_run import verify_on_device
 from megatron.fold3d.runtime.transfers import p2p
@@ -41,6 +46,7 @@ def orders(draw: st.DrawFn) -> Plan:
         num_segments=1 if schedule in ONE_SEGMENT_SCHEDULES else draw(st.integers(1, 4)),
         num_microbatches=draw(st.integers(1, 16)),
         group_size=draw(st.integers(pp, 2 * pp + 2)) if schedule == "interleaved" else None,
+        forwards_ahead=draw(st.none() | st.integers(1, 3)) if schedule in FORWARDS_AHEAD else None,
     )
 
 

@@ -1,10 +1,10 @@
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from megatron.fold3d.observe.trace_files import Event, IterationTrace
 from megatron.fold3d.runtime.trace.metrics import Metrics
+from tests.end_to_end.test_writers import TensorBoard, Wandb
 
 ROW = IterationTrace(
     iteration=7,
@@ -34,34 +34,13 @@ SECONDS = {
 }
 
 
-class TensorBoard:
-    def __init__(self) -> None:
-        self.scalars: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.scalars.append((name, value, step))
-
-
-class Wandb:
-    def __init__(self) -> None:
-        self.run: SimpleNamespace | None = SimpleNamespace(step=0)
-        self.rows: list[tuple[dict[str, float], int]] = []
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        assert self.run is not None
-        assert step >= self.run.step, "W&B drops it"
-        self.run.step = step
-        self.rows.append((values, step))
-
-
 def test_an_iteration_goes_to_the_writers_that_there_are():
     tensorboard, wandb = TensorBoard(), Wandb()
     counts = {"offloaded_bytes": 4096.0, "deferred_grad_sync_share": 0.3}
     Metrics(lambda: tensorboard, lambda: wandb).write(replace(ROW, counts=counts))
-    expected = {f"fold3d/{name}": value for name, value in (SECONDS | counts).items()}
-    assert {name: value for name, value, _ in tensorboard.scalars} == pytest.approx(expected)
-    assert {step for _, _, step in tensorboard.scalars} == {7}
-    assert wandb.rows == [({**expected, "fold3d/iteration": 7}, 7)]
+    expected = {(f"fold3d/{name}", 7): [value] for name, value in (SECONDS | counts).items()}
+    assert tensorboard.values == {name: pytest.approx(value) for name, value in expected.items()}
+    assert wandb.values == {**tensorboard.values, ("fold3d/iteration", 7): [7.0]}
 
 
 def test_nothing_is_written_to_a_run_that_is_finished():
@@ -70,6 +49,6 @@ def test_nothing_is_written_to_a_run_that_is_finished():
     metrics = Metrics(lambda: None, lambda: wandb)
     metrics.write(ROW)
     assert not metrics.is_wanted
-    assert wandb.rows == []
+    assert wandb.values == {}
     assert Metrics(lambda: None, Wandb).is_wanted
     assert not Metrics(lambda: None, lambda: None).is_wanted
