@@ -37,6 +37,7 @@ def test_moments_of_a_parameter_that_was_never_updated_are_as_good_as_none() -> 
     assert [*dict(_optimizer_state(SimpleNamespace(chained_optimizers=[one])))] == ["0 loss scale"]
 
 
+@pytest.mark.newest_options
 def test_a_seed_names_a_draw() -> None:
     assert draw("one", variants=2) == draw("one", variants=2)
     assert draw("one", variants=2) != draw("two", variants=2)
