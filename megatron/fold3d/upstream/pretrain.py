@@ -11,20 +11,18 @@ from typing import Any
 from megatron.fold3d.upstream.versions import is_before
 
 # Flags that we read and an older parser lacks, with what validation leaves where none is given.
-_LATER_FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "0.18": {
-        "eval_global_batch_size": None,
-        "eval_micro_batch_size": None,
-        "save_params_interval": None,
-        "step_batch_size_schedule": None,
-    },
-    "0.19": {
-        "dataloader_inter_document_masking": False,
-        "expert_tensor_parallel_num_weight_shards": None,
-        "logits_load_dir": None,
-        "logits_save_dir": None,
-        "tensor_parallel_num_weight_shards": None,
-    },
+_LATER_FLAGS: Mapping[str, Any] = {
+    # Until 0.18.
+    "eval_global_batch_size": None,
+    "eval_micro_batch_size": None,
+    "save_params_interval": None,
+    "step_batch_size_schedule": None,
+    # Until 0.19.
+    "dataloader_inter_document_masking": False,
+    "expert_tensor_parallel_num_weight_shards": None,
+    "logits_load_dir": None,
+    "logits_save_dir": None,
+    "tensor_parallel_num_weight_shards": None,
 }
 
 
@@ -37,9 +35,8 @@ def tried(megatron: str, torch: str) -> str:
 
 def add_later_flags(parser: ArgumentParser) -> None:
     """Give a parser of Megatron's the defaults of flags that only later versions have."""
-    known = {action.dest for action in parser._actions}
-    for flags in _LATER_FLAGS.values():
-        parser.set_defaults(**{name: flags[name] for name in flags.keys() - known})
+    lacking = _LATER_FLAGS.keys() - {action.dest for action in parser._actions}
+    parser.set_defaults(**{name: _LATER_FLAGS[name] for name in lacking})
 
 
 def parse_and_validate_args(
