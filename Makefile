@@ -25,8 +25,8 @@ quick: venv  ## run the tests that take little time and start no other process; 
 test: venv  ## run all tests: half an hour on two cores
 	@scripts/test.sh $(ARGS)
 
-test-versions: venv  ## short tests with the oldest and the newest torch and Megatron-core; a network
-	@scripts/test_versions.sh
+test-versions: venv  ## make quick and a dozen comparisons with the oldest and the newest torch and Megatron-core
+	@.venv/bin/python -m scripts.try_versions $(ARGS) || [ $$? -eq 2 ]
 
 stress: venv  ## fuzz against stock for STRESS_MINUTES, meet faults and restart
 	@scripts/stress.sh

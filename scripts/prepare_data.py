@@ -220,7 +220,10 @@ class TokenizerChoice:
         and that its last token ends a document, which is what Megatron's null tokenizer says.
         """
         if self.type == BYTE_LEVEL:
-            return ["--tokenizer-type", NULL, "--vocab-size", str(vocab_size)]
+            from megatron.fold3d.upstream import pretrain
+
+            size = pretrain.null_vocab_size(vocab_size)
+            return ["--tokenizer-type", NULL, "--vocab-size", str(size)]
         given = {
             "--tokenizer-type": self.type,
             "--tokenizer-model": self.model,

@@ -1,12 +1,14 @@
-"""What tests share: a header naming the hardware, the rule that skips `gpu` tests, the commands."""
+"""What tests share: a header naming the hardware, rules that skip tests, the commands."""
 
 import os
+import re
 import shlex
 import sys
 import tempfile
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import hypothesis
 import pytest
@@ -84,14 +86,43 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def parser() -> ArgumentParser:
-    """Megatron's parser with our flags: seconds to make, so once for all tests."""
-    from megatron.training.arguments import add_megatron_arguments
+class MegatronParser(ArgumentParser):
+    """Megatron's parser with our flags, which knows what only a newer Megatron has."""
 
-    parser = ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
-    return add_arguments(parser)
+    def __init__(self) -> None:
+        from megatron.training.arguments import add_megatron_arguments
+
+        super().__init__(allow_abbrev=False)
+        add_megatron_arguments(self)
+        reviewed = Path(__file__).with_name("reviewed_options.txt").read_text().split()
+        names = {*reviewed} - {action.dest for action in self._actions}
+        self.newer = {f"--{name.replace('_', '-')}" for name in names}
+        add_arguments(self)
+
+    def skip_newer(self, words: str) -> None:
+        """Skip the test if words have a flag that this Megatron lacks."""
+        if lacking := self.newer.intersection(re.findall(r"--[a-z0-9-]+", words)):
+            pytest.skip(f"this Megatron-core has no {min(lacking)}")
+
+    def error(self, message: str) -> NoReturn:
+        self.skip_newer(message)
+        super().error(message)
+
+
+@pytest.fixture(scope="session")
+def parser() -> MegatronParser:
+    """Seconds to make, so once for all tests."""
+    return MegatronParser()
+
+
+@pytest.fixture(autouse=True)
+def newer_options(request: pytest.FixtureRequest) -> None:
+    """Skip what asks for an option of a newer Megatron-core, by a parameter or a mark."""
+    whole = request.node.get_closest_marker("newest_options")
+    if whole or "parser" in request.fixturenames:
+        known: MegatronParser = request.getfixturevalue("parser")
+        given = getattr(request.node, "callspec", None)
+        known.skip_newer(" ".join(known.newer) if whole else repr(given and given.params))
 
 
 @pytest.fixture

@@ -268,7 +268,7 @@ def test_a_pair_of_versions_is_told_with_how_its_tests_ended_or_how_to_try_it(mo
     assert pair().found == ("Megatron-core 0.18.2 with torch 2.10.0, tried on 2026-11-29: 9 passed")
     monkeypatch.setattr("torch.__version__", "2.11.0+cu128")
     assert pair().verdict == "note"
-    assert "scripts/try_torch.py 2.11.0:0.18.2" in pair().fix
+    assert "scripts.try_versions 2.11.0:0.18.2" in pair().fix
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,7 @@ def test_the_published_arguments_of_gpt_oss_have_its_parameters():
     assert found.notes()[1:] == ("not in these estimates: --window-size",)
 
 
+@pytest.mark.newest_options
 def test_every_option_that_makes_a_model_is_counted_named_or_known_to_cost_nothing(
     parser: ArgumentParser,
 ):

@@ -38,6 +38,7 @@ def test_what_is_typed_overrides_a_script(fold3d, tmp_path: Path):
     assert out.startswith("aiao:step=next: 4 ranks, 2 segments, 16 micro-batches")
 
 
+@pytest.mark.newest_options
 def test_flags_are_those_of_the_installed_megatron():
     assert training_words.MEGATRON_FLAGS.read_text() == print_megatron_flags.printed()
 

@@ -72,6 +72,7 @@ def test_a_size_below_one_is_refused_before_anything_divides_by_it(parse: Parse,
     )
 
 
+@pytest.mark.newest_options
 def test_sizes_checked_for_one_or_more_are_named_after_their_flags(parser: ArgumentParser) -> None:
     known = {flag: action.dest for action in options(parser) for flag in action.option_strings}
     assert {f"--{name.replace('_', '-')}": name for name in _SIZES}.items() <= known.items()
@@ -440,6 +441,7 @@ def test_a_refusal_is_made_for_its_schedules_and_never_for_stock(
     assert list(refusals(under(args, "stock"))) == []
 
 
+@pytest.mark.newest_options
 def test_every_option_of_megatron_was_looked_at(parser: ArgumentParser) -> None:
     """A newer Megatron's options are decided here before a user meets them.
 
@@ -465,6 +467,7 @@ def documented() -> dict[str, list[list[str]]]:
     return rows
 
 
+@pytest.mark.newest_options
 def test_what_the_documentation_says_works_is_not_refused(
     parser: ArgumentParser, parse: Parse
 ) -> None:

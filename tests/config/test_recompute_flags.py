@@ -38,7 +38,11 @@ EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.01 --moe-router-load-balancing
     [
         (f"{EXPERTS} global_aux_loss {FULL}", True),
         (f"{EXPERTS} aux_loss global_aux_loss {FULL}", True),
-        (f"{EXPERTS} quantile_balancing --moe-layer-recompute", True),
+        pytest.param(
+            f"{EXPERTS} quantile_balancing --moe-layer-recompute",
+            True,
+            marks=pytest.mark.newest_options,  # a value that came with some
+        ),
         (f"{EXPERTS} global_aux_loss --recompute-layers 1,1", True),
         (f"{EXPERTS} global_aux_loss --recompute-modules moe", True),
         (f"{EXPERTS} global_aux_loss --recompute-granularity selective", False),

@@ -84,5 +84,5 @@ if __name__ == "__main__":
     changes = {"model": {**OF_CPU, "seq_length": 16, "pipeline_model_parallel_size": 2}}
     for part, values in (*changes.items(), *json.loads(sys.argv[1]).items()):
         for name, value in values.items():
-            setattr(getattr(config, part), name, value)
+            setattr(getattr(config, part, config), name, value)
     pretrain(config, forward_step)

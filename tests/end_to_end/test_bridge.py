@@ -60,16 +60,15 @@ SHARDED: Changes = {
         (2, SHOWN, {}),
         (4, f"{SHOWN}, trace=FOLDER", SHARDED),
         (4, 'schedule="auto", segments=2', {**SHARDED, "train": {"train_iters": 12}}),
+        (4, SHOWN, {**SHARDED, "whole": {"mixed_precision": "bf16_mixed"}}),
     ],
 )
 def test_bridge_trains_what_it_trained(
     num_ranks: int, flags: str, changes: Changes, tmp_path: Path
 ) -> None:
     folder = tmp_path / "trace"
-    script = changed("Megatron-Bridge", tmp_path, SCRIPT)
-    given = f"{flags.replace('FOLDER', repr(str(folder)))}, device='cpu'"
-    script.write_text(script.read_text().replace(SHOWN, given))
-    ours = run_distributed(_train, num_ranks, str(script), changes)
+    script = _with(flags.replace("FOLDER", repr(str(folder))), tmp_path)
+    ours = run_distributed(_train, num_ranks, script, changes)
     stock = run_distributed(_train, num_ranks, str(SCRIPT), TWO_CHUNKS | changes)
 
     assert len(ours[-1].iterations) >= 10
@@ -79,15 +78,44 @@ def test_bridge_trains_what_it_trained(
     assert len([*folder.glob("rank-*.json")]) == (num_ranks if "trace" in flags else 0)
 
 
+def test_a_checkpoint_is_loaded_from_and_by_bridge(tmp_path: Path) -> None:
+    scripts = {"ours": (_with(SHOWN, tmp_path), {}), "stock": (str(SCRIPT), TWO_CHUNKS)}
+    loaded = {"ours": "stock", "stock": "ours"}
+    records = {}
+    for iterations, other in ((5, scripts), (10, loaded)):
+        for name, (script, chunks) in scripts.items():
+            folder = str(tmp_path / name)
+            checkpoint = {"save": folder, "save_interval": 5}
+            if other is loaded:
+                checkpoint = {"load": str(tmp_path / loaded[name])}
+            changes = {
+                **SHARDED,
+                "train": {"train_iters": iterations},
+                "scheduler": {"lr_decay_iters": 10, "use_checkpoint_opt_param_scheduler": True},
+                "checkpoint": checkpoint,
+            }
+            records[name] = run_distributed(_train, 4, script, chunks | changes)
+        assert len(records["ours"][-1].iterations) == 5
+        assert differences(records["ours"], records["stock"]) == []
+
+
+def _with(flags: str, folder: Path) -> str:
+    """Return a script that calls `fold3d.bridge`."""
+    script = changed("Megatron-Bridge", folder, SCRIPT)
+    script.write_text(script.read_text().replace(SHOWN, f"{flags}, device='cpu'"))
+    return str(script)
+
+
 def _train(script: str, changes: Changes) -> Record:
     """Run a script on this rank, with further values of its configuration."""
     sys.meta_path.append(Imitation())
     sys.argv = [script, json.dumps(changes)]
+    from megatron.bridge.training import checkpointing, train
     from megatron.bridge.training import eval as evaluation
-    from megatron.bridge.training import train
 
     for module in (train, evaluation):  # what the imitation cannot know: no model is distilled
         module.get_tensor_shapes_adjust_fn_for_distillation = lambda *_, **__: None
+    checkpointing.save_sharded_modelopt_state = lambda *_: None  # nor quantized
     platform = [*_on_cpu()]
     if script == str(SCRIPT):  # else ours are installed
         *_, helpers = bridge_config.patches(lambda *_: None)

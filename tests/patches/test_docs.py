@@ -7,7 +7,7 @@ from pathlib import Path
 from fold3d_patches import parsed_once
 from fold3d_patches.schedule import finished_sums
 from megatron.fold3d.upstream import versions
-from scripts import try_torch
+from scripts import try_versions
 from tests.patches.test_upstream import PATCHES
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def test_the_page_names_each_patch_and_no_other() -> None:
 
 
 def test_the_page_has_the_pairs_that_were_tried() -> None:
-    assert try_torch.printed(PAGE.read_text()) == PAGE.read_text()
+    assert try_versions.printed(PAGE.read_text()) == PAGE.read_text()
 
 
 def test_each_patch_says_why_what_changes_and_when_it_can_go() -> None:

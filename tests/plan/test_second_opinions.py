@@ -45,7 +45,12 @@ def torchs(pipeline_order: dict[int, Iterable[object]]) -> list[list[str]]:
 
 @pytest.mark.parametrize(("p", "v", "m"), [size for size in SIZES if size[1] == 1])
 def test_afab_on_one_segment_is_torchs_gpipe(p: int, v: int, m: int):
-    assert ours("afab", p, v, m) == torchs(ScheduleGPipe(stages(p, v)[0], m).pipeline_order)
+    try:
+        schedule = ScheduleGPipe(stages(p, v)[0], m)
+    except ValueError as refused:
+        assert m < p
+        pytest.skip(f"this torch: {refused}")
+    assert ours("afab", p, v, m) == torchs(schedule.pipeline_order)
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [size for size in SIZES if size[1] == 1])
@@ -87,14 +92,20 @@ def test_afab_is_torchs_looped_breadth_first_but_for_the_order_of_backwards(p: i
     assert [list(map(last_in_first_out, row)) for row in ours("afab", p, v, m)] == rows
 
 
+def dumped(schedule: object, order: str) -> bytes:
+    """A table of torch's, as its schedules dump it."""
+    if not hasattr(schedule, order):
+        pytest.skip(f"this torch's {type(schedule).__name__} has no {order}")
+    table = io.StringIO()
+    csv.writer(table).writerows(getattr(schedule, order).values())
+    return table.getvalue().encode()
+
+
 @pytest.mark.parametrize("order", ["pipeline_order", "pipeline_order_with_comms"])
 @pytest.mark.parametrize("schedule", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (3, 2, 6)])
 def test_a_table_that_torch_dumps_is_a_plan_that_can_run(schedule: type, p, v, m, order: str):
-    rows = getattr(schedule(stages(p, v), m), order)
-    table = io.StringIO()
-    csv.writer(table).writerows(rows.values())
-    plan = parse_plan(table.getvalue().encode())
+    plan = parse_plan(dumped(schedule(stages(p, v), m), order))
     verify(plan)
     assert (plan.num_ranks, plan.num_segments, plan.num_microbatches) == (p, v, m)
     assert plan.has(Op.WEIGHT) == (schedule is ScheduleInterleavedZeroBubble)
@@ -120,10 +131,9 @@ def test_words_of_torch_have_ours():
 def test_a_table_with_stages_in_a_v_is_refused(schedule: type, p: int, order: str):
     in_v = stages(p, 2)
     in_v[1].stage_index = 2 * p - 1
-    table = io.StringIO()
-    csv.writer(table).writerows(getattr(schedule(in_v, 2 * p), order).values())
+    table = dumped(schedule(in_v, 2 * p), order)
     with pytest.raises(PlanError, match=r"placed in a V .* not supported, stage s is on rank s %"):
-        verify(parse_plan(table.getvalue().encode()))
+        verify(parse_plan(table))
 
 
 def megatrons(

@@ -7,6 +7,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.fold3d.config.spelling import flag_of
@@ -22,8 +23,8 @@ _WRITTEN = {
 
 def folder_problems(args: Namespace) -> Iterator[str]:
     """Yield one message (found, rule, fix) for each folder that cannot serve its flag."""
-    if args.enable_msc:
-        return  # paths may name objects in an object store
+    if args.enable_msc and find_spec("multistorageclient"):
+        return  # paths may name objects of a store; without the package Megatron opens files
     for name, holds in _WRITTEN.items():
         if (path := getattr(args, name)) is not None:
             yield from unwritable(flag_of(name), Path(path), holds)

@@ -100,7 +100,7 @@ def pair() -> Finding:
     found = f"Megatron-core {megatron} with torch {torch_}"
     if told := tried(megatron, torch_):
         return Finding("versions", "ok", f"{found}, tried {told}")
-    fix = f"it may work; try it: scripts/try_torch.py {torch_}:{megatron}, in the checkout"
+    fix = f"it may work; in the checkout: python -m scripts.try_versions {torch_}:{megatron}"
     return Finding("versions", "note", f"{found}: nobody has tried this pair", fix)
 
 

@@ -11,20 +11,18 @@ from typing import Any
 from megatron.fold3d.upstream.versions import is_before
 
 # Flags that we read and an older parser lacks, with what validation leaves where none is given.
-_LATER_FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "0.18": {
-        "eval_global_batch_size": None,
-        "eval_micro_batch_size": None,
-        "save_params_interval": None,
-        "step_batch_size_schedule": None,
-    },
-    "0.19": {
-        "dataloader_inter_document_masking": False,
-        "expert_tensor_parallel_num_weight_shards": None,
-        "logits_load_dir": None,
-        "logits_save_dir": None,
-        "tensor_parallel_num_weight_shards": None,
-    },
+_LATER_FLAGS: Mapping[str, Any] = {
+    # Until 0.18.
+    "eval_global_batch_size": None,
+    "eval_micro_batch_size": None,
+    "save_params_interval": None,
+    "step_batch_size_schedule": None,
+    # Until 0.19.
+    "dataloader_inter_document_masking": False,
+    "expert_tensor_parallel_num_weight_shards": None,
+    "logits_load_dir": None,
+    "logits_save_dir": None,
+    "tensor_parallel_num_weight_shards": None,
 }
 
 
@@ -37,9 +35,8 @@ def tried(megatron: str, torch: str) -> str:
 
 def add_later_flags(parser: ArgumentParser) -> None:
     """Give a parser of Megatron's the defaults of flags that only later versions have."""
-    known = {action.dest for action in parser._actions}
-    for flags in _LATER_FLAGS.values():
-        parser.set_defaults(**{name: flags[name] for name in flags.keys() - known})
+    lacking = _LATER_FLAGS.keys() - {action.dest for action in parser._actions}
+    parser.set_defaults(**{name: _LATER_FLAGS[name] for name in lacking})
 
 
 def parse_and_validate_args(
@@ -106,51 +103,17 @@ def tokenizer_config(**fields: Any) -> Any:
     return Namespace(**vars(default_flags()) | fields | unpadded)
 
 
+def null_vocab_size(num_tokens: int) -> int:
+    """Return a null tokenizer's ``--vocab-size``. Until 0.18 the last token comes on top of it."""
+    return num_tokens - 1 if is_before("0.18") else num_tokens
+
+
 def default_flags() -> Namespace:
     """Return the namespace of Megatron's flags if none is given."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser: ArgumentParser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
     return parser.parse_args([])
-
-
-def get_batch_on_this_tp_rank(
-    batch: dict[str, Any], *, has_cu_seqlens: bool, is_hybrid_cp: bool, **where: Any
-) -> dict[str, Any]:
-    """Return a batch of whole sequences that the first tensor-parallel rank has read. Until 0.19.
-
-    Args:
-        batch: ``[batch, seq]`` on the device; empty on other ranks.
-        has_cu_seqlens: False; so is the next.
-        is_hybrid_cp: whether sequences are cut by their lengths.
-        where: of Megatron's own parameters the others.
-    """
-    if not is_before("0.19"):
-        from megatron.core import utils
-
-        given = {"has_cu_seqlens": has_cu_seqlens, "is_hybrid_cp": is_hybrid_cp, **where}
-        return dict(utils.get_batch_on_this_tp_rank(batch, **given))
-
-    import torch
-
-    size, length = where["micro_batch_size"], where["seq_length"]
-    whole = torch.int64, (size, length)
-    kinds: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "tokens": whole,
-        "labels": whole,
-        "position_ids": whole,
-        "loss_mask": (torch.float32, (size, length)),
-    }
-    if where["create_attention_mask_in_dataloader"]:
-        kinds["attention_mask"] = torch.bool, (size, 1, length, length)
-    if where["tp_rank"]:
-        device = torch.cuda.current_device()
-        batch = {name: torch.empty(s, dtype=t, device=device) for name, (t, s) in kinds.items()}
-    for name in kinds:
-        torch.distributed.broadcast(
-            batch[name], where["broadcast_src_rank"], group=where["broadcast_group"]
-        )
-    return batch
 
 
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
