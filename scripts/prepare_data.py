@@ -338,7 +338,9 @@ def new_dataset(prefix: str, dtype: type[np.integer], overwrite: bool) -> Iterat
             builder = IndexedDatasetBuilder(str(data_part), dtype=dtype)
             yield builder
             builder.finalize(str(index_part))
-            _flush_to_disk(data_part, index_part)
+            for part in (data_part, index_part):
+                with part.open("rb") as file:
+                    os.fsync(file.fileno())
             index.unlink(missing_ok=True)
             # Megatron's sample order, kept beside the dataset, is looked up by name, not content.
             shutil.rmtree(Path(prefix, "cache"), ignore_errors=True)
@@ -347,12 +349,6 @@ def new_dataset(prefix: str, dtype: type[np.integer], overwrite: bool) -> Iterat
         finally:
             data_part.unlink(missing_ok=True)
             index_part.unlink(missing_ok=True)
-
-
-def _flush_to_disk(*paths: Path) -> None:
-    for path in paths:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 # The command

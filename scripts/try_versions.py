@@ -210,13 +210,9 @@ def _note(row: dict[str, str]) -> None:
         for other in json.loads(TRIED.read_text())
         if any(other[name] != row[name] for name in _NAMES)
     ]
-    rows = sorted([*others, row], key=_place)
+    rows = sorted([*others, row], key=lambda tried: [Version(tried[name]) for name in _NAMES])
     TRIED.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(printed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def _place(row: dict[str, str]) -> list[list[int]]:
-    return [[*map(int, row[name].split("."))] for name in _NAMES]
 
 
 def printed(page: str) -> str:
