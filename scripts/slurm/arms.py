@@ -94,7 +94,11 @@ def arms(
     batch = said.args.global_batch_size
     bits = coded_bits_of(said.args)
     free = search(
-        said.model(), hardware, global_batch_size=batch, given=said.given(), gathered_bits=bits
+        said.model(),
+        hardware,
+        global_batch_size=batch,
+        given=said.given(hardware),
+        gathered_bits=bits,
     )
     notes = [*remarks, *(gains_over_yours(free, mine) if mine else ())]
     stock, anywhere = mine.same_layout if mine else None, free.best_stock

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.commands.megatron_flags import described, given_training
+from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 from megatron.fold3d.predict.cost_model.presets import preset_flags
 from megatron.fold3d.predict.cost_model.sizes import Setup, layer_bytes
+from megatron.fold3d.predict.search.candidates import candidates
 
 PACKAGE = Path(__file__).parents[2] / "megatron" / "fold3d"
 COST_NOTHING = Path(__file__).parents[1] / "options_that_cost_nothing.txt"
@@ -316,3 +318,21 @@ def test_of_a_script_the_search_says_what_to_append_and_what_to_drop(fold3d, tmp
     assert flags.startswith("--bf16 --tensor-model-parallel-size ")
     assert without == "and without --recompute-granularity --schedule"
     assert last == "next, on a login node: the job with these flags and --check H100x2"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "keeps"),
+    [
+        ("a100x16", "", False),
+        ("v100x16", "", True),
+        ("a100x16", "--attention-backend unfused", True),
+        ("a100x16", "--transformer-impl local", True),
+    ],
+)
+def test_attention_that_is_not_fused_keeps_its_scores(gpus: str, flags: str, keeps: bool):
+    said, hardware = described(["--model", "gpt3-18b", *flags.split()]), cluster(gpus)
+    assert said.given(hardware)["keeps_scores"] == keeps
+    tried = {
+        c.setup.recompute for c in candidates(said.model(), hardware, 64, said.given(hardware))
+    }
+    assert ("none" in tried) == keeps

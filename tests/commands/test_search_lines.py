@@ -52,7 +52,7 @@ def found(*best: JudgedCandidate, stock: float = 6.0, **more: object) -> Search:
 
 def test_rows_are_sorted_by_time_and_what_takes_as_long_is_one_row():
     whole = replace(AIAO, setup=replace(SETUP, distributed_optimizer=False))
-    selective = replace(SETUP, order="tp-pp-dp", recompute="selective", local_layers=True)
+    selective = replace(SETUP, order="tp-pp-dp", recompute="selective", keeps_scores=True)
     around = replace(AIAO, setup=selective)
     first = judged(AIAO, 5.0, forward_s=4.5, bubble_s=0.5)
     rows = (first, judged(around, 5.006), judged(whole, 5.001))

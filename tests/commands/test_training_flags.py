@@ -80,7 +80,7 @@ def test_attention_of_transformer_engine_is_not_asked_to_recompute():
     engine = Candidate(
         choice=Choice.plain("aiao", 2), setup=setup, num_ranks=4, num_microbatches=16
     )
-    local = replace(engine, setup=replace(setup, local_layers=True))
+    local = replace(engine, setup=replace(setup, local_layers=True, keeps_scores=True))
     assert "recompute" not in training_flags(model, gpus, engine)
     found = training_flags(model, gpus, local)
     assert "--transformer-impl local" in found

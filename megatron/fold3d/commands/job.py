@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.fold3d.commands.cost_sources import CostsOf
-from megatron.fold3d.commands.megatron_flags import Described, precision_of
+from megatron.fold3d.commands.megatron_flags import Described, layers_of, precision_of
 from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.commands.training_words import not_counted
 from megatron.fold3d.config.all_flags import megatron_defaults
@@ -55,7 +55,7 @@ def run_of(
     of_all = args.micro_batch_size * args.data_parallel_size
     candidate = Candidate(
         choice=choice,
-        setup=setup_of(args, args.data_parallel_size),
+        setup=setup_of(args, args.data_parallel_size, cluster),
         num_ranks=config.num_ranks,
         num_microbatches=args.global_batch_size // of_all,
         layers=stage_layers(args) if args.num_layers else (),
@@ -202,12 +202,11 @@ def _replicas(args: Namespace, hardware: Cluster | None) -> int:
     return replicas
 
 
-def setup_of(args: Namespace, data_parallel: int) -> Setup:
+def setup_of(args: Namespace, data_parallel: int, cluster: Cluster | None = None) -> Setup:
     """Return the setup that flags describe, from Megatron's namespace."""
+    layers = layers_of(args, cluster)
     # Fused attention keeps no scores and computes them again, as selective recomputation.
-    is_fused = args.transformer_impl == "transformer_engine"
-    is_fused &= getattr(args.attention_backend, "name", args.attention_backend) != "unfused"
-    otherwise: Recompute = "selective" if is_fused else "none"
+    otherwise: Recompute = "none" if layers["keeps_scores"] else "selective"
     return Setup(
         tensor_parallel=args.tensor_model_parallel_size,
         data_parallel=data_parallel,
@@ -219,9 +218,9 @@ def setup_of(args: Namespace, data_parallel: int) -> Setup:
         context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size,
         expert_tensor_parallel=(args.num_experts and args.expert_tensor_parallel_size) or 0,
-        local_layers=args.transformer_impl == "local",
         order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
         gathered_bits=0.0 if delta_param_gather(args) == "off" else coded_bits_of(args),
+        **layers,
         **precision_of(args),
     )
 

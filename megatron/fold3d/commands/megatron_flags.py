@@ -24,6 +24,7 @@ from megatron.fold3d.commands.training_words import (
 from megatron.fold3d.config.settings import attribute_of
 from megatron.fold3d.config.spelling import flag_of, typed
 from megatron.fold3d.observe.fields import read_text
+from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import MOST_LAYERS, ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.presets import preset_flags
 
@@ -66,7 +67,7 @@ class Described:
     script: Path | None = None
     remarks: tuple[str, ...] = ()
 
-    def given(self) -> dict[str, Any]:
+    def given(self, cluster: Cluster | None = None) -> dict[str, Any]:
         """Return what the search does not choose: typed sizes, and what it never chooses."""
         args, typed = self.args, self.typed
         sizes = {
@@ -81,7 +82,7 @@ class Described:
             "expert_tensor_parallel": args.expert_tensor_parallel_size,
         }
         given = {name: value for name, value in sizes.items() if value is not None}
-        return given | precision_of(args) | {"local_layers": args.transformer_impl == "local"}
+        return given | precision_of(args) | layers_of(args, cluster)
 
     def _fixed(self, name: str) -> int | None:
         """Return a size that the flags give; None leaves it to the search."""
@@ -240,6 +241,17 @@ def precision_of(args: Namespace) -> dict[str, Any]:
         "accumulates_in_fp32": is_small and local,
         "scatters_in_fp32": is_small and args.ddp_reduce_scatter_with_fp32_accumulation,
     }
+
+
+def layers_of(args: Namespace, cluster: Cluster | None = None) -> dict[str, bool]:
+    """Return the fields of `Setup` that say whose layers compute, and if their attention is fused.
+
+    Transformer Engine's is, unless a flag says `unfused`, on the GPUs that have bf16.
+    """
+    backend = getattr(args.attention_backend, "name", args.attention_backend)
+    is_fused = args.transformer_impl == "transformer_engine" and backend != "unfused"
+    is_fused &= cluster is None or cluster.has_bf16
+    return {"local_layers": args.transformer_impl == "local", "keeps_scores": not is_fused}
 
 
 def shape_of(args: Namespace) -> ModelShape:

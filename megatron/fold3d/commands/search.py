@@ -81,7 +81,7 @@ def run(args: Namespace) -> int:
         cluster,
         global_batch_size=batch,
         top=args.top,
-        given=described.given(),
+        given=described.given(cluster),
         assumed=args.assume,
         gathered_bits=coded_bits_of(described.args),
         progress=Progress("simulated"),

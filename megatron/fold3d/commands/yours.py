@@ -7,7 +7,6 @@ flag more or less. All sizes of parallelism and the micro-batch stay.
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, replace
 
 from megatron.fold3d.commands.cost_sources import on_cluster
@@ -18,7 +17,6 @@ from megatron.fold3d.commands.job import (
     default_queues,
     left_out,
     run_of,
-    setup_of,
 )
 from megatron.fold3d.commands.megatron_flags import Described, described
 from megatron.fold3d.plan.schedule_word import AUTO
@@ -160,9 +158,7 @@ def _with_other_setup(args: Namespace, own: Candidate) -> Iterator[tuple[str, Ca
     if ranks > 1 and setup.data_parallel > 1 and setup.order == "tp-dp-pp":
         placed = replace(setup, order="tp-pp-dp")
         yield "--use-tp-pp-dp-mapping", replace(own, setup=placed)
-    plain = copy(args)
-    plain.recompute_granularity = None
-    least = RECOMPUTES.index(setup_of(plain, setup.data_parallel).recompute)
+    least = 0 if setup.keeps_scores else 1
     for recompute in RECOMPUTES[least : RECOMPUTES.index(setup.recompute)]:
         flag = "without --recompute-granularity"
         if recompute == "selective" and least == 0:

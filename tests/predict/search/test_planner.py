@@ -43,7 +43,7 @@ LARGE_QUEUE_PER_STREAM = replace(QUEUE_PER_STREAM, gpu_memory_bytes=2**40)
 def all_small(request):
     """Every candidate of a small search and some of their neighbours, simulated."""
     judge = BestFirst(SMALL, SLOW)
-    given = {"local_layers": True}  # which recompute nothing, too
+    given = {"keeps_scores": True}  # which recompute nothing, too
     all_ = [*candidates(SMALL, SLOW, 32, given, assumed=request.param)]
     chosen = all_[:: 5 + len(request.param)]
     chosen += [n for c in chosen[::20] for n in neighbours(c, SMALL.num_layers, request.param)]

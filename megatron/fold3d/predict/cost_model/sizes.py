@@ -53,8 +53,9 @@ class Setup:
     optimizer_instances: int = 1
     """Groups of replicas; each group shards a copy of the distributed optimizer's state."""
     local_layers: bool = False
-    """Whether layers are Megatron's own. Transformer Engine's attention keeps no scores and so
-    recomputes them."""
+    """Whether layers are Megatron's own instead of Transformer Engine's."""
+    keeps_scores: bool = False
+    """Whether attention keeps its scores for a backward unless a flag asks to recompute them."""
 
     def __post_init__(self) -> None:
         for field in (
@@ -108,8 +109,8 @@ class Setup:
 
     @property
     def asked_recompute(self) -> Recompute:
-        """What flags ask for: Transformer Engine's attention recomputes scores without a flag."""
-        unasked = self.recompute == "selective" and not self.local_layers
+        """What flags ask for: fused attention recomputes its scores without a flag."""
+        unasked = self.recompute == "selective" and not self.keeps_scores
         return "none" if unasked else self.recompute
 
     @property
