@@ -92,8 +92,8 @@ def arms(
     said = described(words)
     mine, remarks = yours(said, hardware)
     batch = said.args.global_batch_size
-    given, bits = said.given(hardware), coded_bits_of(said.args)
-    free = search(said.model(), hardware, global_batch_size=batch, given=given, gathered_bits=bits)
+    fixed, bits = said.given(hardware), coded_bits_of(said.args)
+    free = search(said.model(), hardware, global_batch_size=batch, given=fixed, gathered_bits=bits)
     notes = [*remarks, *(gains_over_yours(free, mine) if mine else ())]
     stock, anywhere = mine.same_layout if mine else None, free.best_stock
     if stock is None:
