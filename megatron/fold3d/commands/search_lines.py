@@ -83,18 +83,17 @@ def verdict(found: Search, cases: Sequence[Case]) -> str:
     """Return what to do: a gain that an assumption may turn into a loss is to be measured first."""
     if not found.choice.candidate.is_ours:
         return "AIAO gains nothing here, use these stock flags"
-    if not cases:
+    ours, stock, best_stock = found.ours, found.same_layout, found.best_stock
+    if ours is None or not cases:
         return "no stock configuration fits; use these flags"
     worst, most = min(cases, key=lambda case: case.gain), max(case.gain for case in cases)
-    stock, ours = found.same_layout, found.ours
     alike = "no stock configuration fits"
-    if stock is not None and ours is not None:
+    if stock is not None:
         alike = faster(stock.iteration_s / ours.iteration_s - 1)
     assumed = []
-    if ours is not None and ours.candidate.setup.gathered_bits:
+    if ours.candidate.setup.gathered_bits:
         assumed.append("GPUs code as fast as their memory allows")
-    waits = found.best_stock is not None and found.best_stock.candidate.num_ranks > 1
-    if waits and not (ours is not None and ours.candidate.is_stock):
+    if best_stock and best_stock.candidate.num_ranks > 1 and not ours.candidate.is_stock:
         assumed.append("stock waits for its sends")
     rests = f", if {' and '.join(assumed)}, which no GPU has confirmed" if assumed else ""
     gains = f"same layout: {alike}; best layout of each: {faster_between(worst.gain, most)}{rests}"
