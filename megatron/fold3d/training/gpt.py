@@ -22,6 +22,7 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from megatron.fold3d.training.pretraining import check_loss, check_run, dataset_options
 from megatron.fold3d.upstream.pretrain import (
     get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
     gpt_config_from_args,
     mtp_on_this_rank,
 )
@@ -61,34 +62,29 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
     attention mask, with seq split by context parallelism.
     """
     args = get_args()
-    reads = mpu.get_tensor_model_parallel_rank() == 0
-    sample: Batch = {}
-    if reads:
-        assert data_iterator is not None
-        sample = next(data_iterator)
-    size, length = args.micro_batch_size, args.seq_length
-    inputs, targets = ("tokens", "position_ids"), ("labels", "loss_mask")
-    names: tuple[str, ...] = (*inputs, *targets)
-    if args.pipeline_model_parallel_size > 1 and not predicts_further(vp_stage):
-        stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-        names = inputs if mpu.is_pipeline_first_stage(**stage) else targets
-    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        name: (torch.float32 if name == "loss_mask" else torch.int64, (size, length))
-        for name in names
-    }
-    if args.create_attention_mask_in_dataloader:
-        kinds["attention_mask"] = torch.bool, (size, 1, length, length)
-    source, group = (
-        mpu.get_tensor_model_parallel_src_rank(),
-        mpu.get_tensor_model_parallel_group(),
-    )
     batch: Batch = {}
-    for name, (dtype, shape) in kinds.items():
-        if reads:
-            batch[name] = sample[name].cuda(non_blocking=True)
-        else:
-            batch[name] = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
-        torch.distributed.broadcast(batch[name], source, group=group)
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        assert data_iterator is not None
+        batch = {
+            name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()
+        }
+    stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=predicts_further(vp_stage),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(**stage),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(**stage),
+    )
     return get_batch_on_this_cp_rank(batch, mpu.get_context_parallel_group())
 
 

@@ -116,6 +116,45 @@ def default_flags() -> Namespace:
     return parser.parse_args([])
 
 
+def get_batch_on_this_tp_rank(
+    batch: dict[str, Any], *, has_cu_seqlens: bool, is_hybrid_cp: bool, **where: Any
+) -> dict[str, Any]:
+    """Return a batch of whole sequences that the first tensor-parallel rank has read. Until 0.19.
+
+    Args:
+        batch: ``[batch, seq]`` on the device; empty on other ranks.
+        has_cu_seqlens: False; so is the next.
+        is_hybrid_cp: whether sequences are cut by their lengths.
+        where: of Megatron's own parameters the others.
+    """
+    if not is_before("0.19"):
+        from megatron.core import utils
+
+        given = {"has_cu_seqlens": has_cu_seqlens, "is_hybrid_cp": is_hybrid_cp, **where}
+        return dict(utils.get_batch_on_this_tp_rank(batch, **given))
+
+    import torch
+
+    size, length = where["micro_batch_size"], where["seq_length"]
+    whole = torch.int64, (size, length)
+    kinds: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "tokens": whole,
+        "labels": whole,
+        "position_ids": whole,
+        "loss_mask": (torch.float32, (size, length)),
+    }
+    if where["create_attention_mask_in_dataloader"]:
+        kinds["attention_mask"] = torch.bool, (size, 1, length, length)
+    if where["tp_rank"]:
+        device = torch.cuda.current_device()
+        batch = {name: torch.empty(s, dtype=t, device=device) for name, (t, s) in kinds.items()}
+    for name in kinds:
+        torch.distributed.broadcast(
+            batch[name], where["broadcast_src_rank"], group=where["broadcast_group"]
+        )
+    return batch
+
+
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
     """Return this context-parallel rank's part of a batch of whole sequences. Until 0.18."""
     from megatron.core import utils
