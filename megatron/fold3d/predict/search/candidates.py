@@ -224,8 +224,10 @@ def candidates(
             expert tensor parallelism are never searched; by default they are `Setup`'s.
     """
     microbatch_sizes = _choices(MICROBATCH_SIZES, given.get("microbatch_size"))
-    keeps_scores = given.get("keeps_scores") or given.get("recompute")
-    recomputes = _choices(RECOMPUTES[0 if keeps_scores else 1 :], given.get("recompute"))
+    # Attention that keeps no scores always recomputes them.
+    recomputes = RECOMPUTES if given.get("keeps_scores") else RECOMPUTES[1:]
+    if "recompute" in given:
+        recomputes = (given["recompute"],)
     # Ranks that share a layer's experts; they may be on several nodes.
     expert_sizes = _divisors(shape.num_experts) or [1]
     if "expert_parallel" in given:
