@@ -171,17 +171,19 @@ def test_a_drawn_job_runs_what_is_predicted(parser: ArgumentParser, seed: int, t
 
 
 # Searches take seconds: each value once; `make stress` runs the other combinations.
-SHARDED = "--use-distributed-optimizer --overlap-param-gather"
+GATHERS_IN_STEPS = "--use-distributed-optimizer"
+SHARDED = f"{GATHERS_IN_STEPS} --overlap-param-gather"
 IN_EVERY_RUN = (
     ((2, 4, 8), {"sum": 5}, SHARDED),
     ((2, 4, 8), {"p2p": 2}, ""),
     ((4, 1, 8), {"sum": 5, "p2p": 0.6}, ""),
     ((1, 1, 4), {"sum": 12}, SHARDED),
+    ((2, 4, 8), {"sum": 5}, GATHERS_IN_STEPS),
 )
 SEARCHED = product(
     ((2, 4, 8), (4, 1, 8), (1, 1, 4)),
     ({"sum": 5}, {"sum": 5, "p2p": 0.6}, {"sum": 12}, {"p2p": 2}),
-    ("", SHARDED),
+    ("", GATHERS_IN_STEPS, SHARDED),
 )
 
 
@@ -210,6 +212,8 @@ def test_training_would_try_what_is_predicted_that_it_tries(
     first, *tried = tries(run, config)
 
     costs = Costs.uniform(ranks * segments, **dict(numbers))
+    gathers_s = tuple(s / 2 * config.job.parameter_share for s in costs.grad_sync_s)
+    in_steps = config.job.steps_shards and not config.job.gathers_params
     times = MeasuredTimes(
         forward_s=costs.forward_s,
         backward_s=costs.input_s,
@@ -217,6 +221,8 @@ def test_training_would_try_what_is_predicted_that_it_tries(
         weight_s=costs.weight_s,
         transfer_s=costs.p2p_s,
         grad_sync_s=costs.grad_sync_s,
+        param_gather_s=gathers_s,  # measured with an all-reduce too
+        optimizer_s=gathers_s if in_steps else (),
         other_shard_bytes=(0.0,) * segments,
     )
     job = Plans(config).job(m)

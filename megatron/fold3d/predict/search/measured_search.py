@@ -55,7 +55,8 @@ def measured_search(
     """Return the search of a run.
 
     Args:
-        times: measured times; DP.sync is that of an all-reduce.
+        times: measured times; DP.sync is that of an all-reduce. A step that gathers parameters
+            was measured with its all-gathers.
         job: the running job, or the job of the flags; the search begins with its choice. Its
             ``order``, if any, has no weight gradients in gaps.
         keeps_forwards: whether forwards have to keep their order, as with dropout.
@@ -78,7 +79,7 @@ def measured_search(
     if job.steps_shards:
         costs = costs.in_shards(job.parameter_share)
     if not job.gathers_params:
-        costs = costs.gathered_in_steps()
+        costs = replace(costs, param_gather_s=())
 
     def judge(choice: Choice) -> Judge:
         whole = choice.stages(job.num_ranks, optimizer="replicated")
