@@ -34,7 +34,7 @@ def test_an_order_of_pairs_has_both_micro_batches_of_each_and_an_odd_one_alone()
 def test_a_result_is_sent_when_the_next_one_of_a_chain_has_begun():
     plan = verified(planned(order("afab", 5), "pairs=on"))
     assert plan.select(frozenset(Op) - {Op.ALL_REDUCE, Op.STEP}).to_text().splitlines() == [
-        "0F0 0F1 0SEND_F0 0F2 0SEND_F1 0F3 0SEND_F2 0RECV_B0 0F4 0SEND_F3 0SEND_F4 "
+        "0F0 0F1 0SEND_F0 0F2 0SEND_F1 0F3 0SEND_F2 0F4 0SEND_F3 0SEND_F4 0RECV_B0 "
         "0RECV_B1 0B0 0RECV_B2 0B1 0RECV_B3 0B2 0RECV_B4 0B3 0B4",
         "1RECV_F0 1RECV_F1 1F0 1RECV_F2 1F1 1RECV_F3 1F2 1RECV_F4 1F3 1F4 "
         "1B0 1B1 1SEND_B0 1B2 1SEND_B1 1B3 1SEND_B2 1B4 1SEND_B3 1SEND_B4",
