@@ -36,7 +36,13 @@ _WAY_OF = {way.compute: way for way in WAYS}
 
 
 @gc_paused()
-def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1) -> Plan:
+def add_p2p(
+    plan: Plan,
+    *,
+    receives_late: bool = False,
+    receives_ahead: int = 1,
+    in_pairs: bool = False,
+) -> Plan:
     """Add the transfers between stages: paper Algorithm 2, ``PPComm``.
 
     The pass runs the plan in rounds, one computation per rank and round. The send of a result
@@ -57,6 +63,7 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
             round in which the message is sent. On a GPU only 1 is safe: a computation may wait for
             the allocator, a kernel's first launch or the one hardware queue, which may wait for a
             receive. More may stand ahead of what they depend on. Late receives ignore this number.
+        in_pairs: whether the computation before the latest may not be over when that one begins.
 
     Raises:
         PlanError: the compute order itself cannot run.
@@ -120,7 +127,7 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
                     reader[to, op] = Action(peer, op, microbatch)
                 receive = Action(peer, direction.receive, microbatch)
                 needs.send(rank, receive)
-                if is_unread or (kept == 1 and needs.latest(rank, to)):
+                if is_unread or (kept == 1 and needs.latest(rank, to, 2 if in_pairs else 1)):
                     lowered[to].append(receive)
                     continue
                 lowered[to].insert(last[to][0], receive)
@@ -152,9 +159,9 @@ class _Needs:
         """Note that a rank's latest result is sent."""
         self._of_messages[receive] = self._of_ranks[rank].copy()
 
-    def latest(self, rank: int, other: int) -> bool:
-        """Return True if a rank's latest result depends on another's latest, if that has one."""
-        return 0 < self._of_ranks[other][other] == self._of_ranks[rank][other]
+    def latest(self, rank: int, other: int, count: int) -> bool:
+        """Return True if a rank's latest result depends on any of another's latest ``count``."""
+        return self._of_ranks[rank][other] > max(0, self._of_ranks[other][other] - count)
 
 
 class _Arrived:
