@@ -57,6 +57,16 @@ def test_debug_levels_and_settings_that_are_off_block_nothing(
     assert problems(parser, AIAO) == []
 
 
+def test_timers_that_wait_for_the_device_in_each_computation_of_a_pipeline_are_refused(
+    parser: ArgumentParser,
+) -> None:
+    (message,) = problems(parser, f"{AIAO} --timing-log-level 2")
+    assert message.startswith("--timing-log-level 2: ")
+    assert problems(parser, f"{AIAO} --timing-log-level 1") == []
+    assert problems(parser, f"{AIAO} --timing-log-level 2 --device cpu") == []
+    assert problems(parser, "--schedule aiao --timing-log-level 2") == []  # it receives nothing
+
+
 @pytest.mark.parametrize("name", ["TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG"])
 def test_collectives_with_timed_events_are_refused_with_one_queue(
     parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, name: str

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed import run_distributed
 from tests.end_to_end import test_equal_to_stock as equal_to_stock
@@ -158,6 +159,30 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tmp_path: Path
         # Two replicas: at most sqrt(2) of their mean, with some for rounding and for copies of
         # what all tensor-parallel ranks have.
         assert not row.clip or norm <= bound <= 1.5 * norm
+
+
+def read_no_flag(argv: Sequence[str]) -> int:
+    """Train; return the number of steps in parts. None may read a tensor of one dimension."""
+    from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
+
+    taken, take = [], PartialStep.take
+
+    def watched(self: PartialStep, parameters: Any) -> None:
+        taken.append(self)
+        with pytest.MonkeyPatch.context() as patch:
+            read = torch.Tensor.item  # Adam's counts, on the host, have no dimension
+            patch.setattr(torch.Tensor, "item", lambda t: read(t) if t.dim() == 0 else 1 / 0)
+            take(self, parameters)
+
+    PartialStep.take = watched  # type: ignore[method-assign]
+    train(argv)
+    return len(taken)
+
+
+def test_a_late_step_in_fp16_does_not_wait_for_the_check_of_inf_and_nan() -> None:
+    (row,) = (row for row in ROWS if FP16 in row.flags)
+
+    assert all(run_distributed(read_no_flag, row.num_ranks, row.command(row.ours)))
 
 
 def test_four_replicas_differ_from_stock_by_rounding() -> None:

@@ -139,6 +139,28 @@ def test_a_replica_that_has_drifted_is_named_and_healed(rank: int, own: bool) ->
     assert differences([record for record, _ in found], stock) == []
 
 
+def gathered_places(argv: Sequence[str]) -> set[int]:
+    """Train with coded gathers; return where replicas' messages begin, in bytes behind 16."""
+    from megatron.fold3d.runtime.grad_sync.delta_gather import _Gather
+
+    places, begin = set(), _Gather.__init__
+
+    def notes(self: _Gather, group: Any, messages: Any) -> None:
+        begin(self, group, messages)
+        for whole, _ in self._received:
+            places.update(part.data_ptr() % 16 for part in whole.chunk(self._replicas.size()))
+
+    _Gather.__init__ = notes  # type: ignore[method-assign]
+    train(argv)
+    return places
+
+
+def test_messages_of_all_replicas_begin_where_nccl_copies_16_bytes_at_once() -> None:
+    row = Row(pp=1, dp=3, flags=BF16, word=f"stock {CODED}")
+
+    assert run_distributed(gathered_places, 3, row.command(row.ours)) == [{0}] * 3
+
+
 def test_auto_says_what_it_measured() -> None:
     auto = Row(dp=2, flags=BF16).command("--schedule aiao --delta-param-gather auto")
 

@@ -174,16 +174,44 @@ def test_lowering_leaves_the_compute_order_alone(plan: Plan):
         assert lowering(plan).select(COMPUTE_OPS - {Op.RECOMPUTE}) == plan
 
 
+def needed_before(plan: Plan) -> dict[Action, int]:
+    """Return, by computation, how many of its rank's computations its input depends on."""
+    programs = [[a for a in program if a.op in COMPUTE_OPS] for program in plan.programs]
+    done: dict[Action, list[int]] = {}  # how many of each rank, by computation
+    needed, at = {}, [0] * plan.num_ranks
+    while any(at[rank] < len(program) for rank, program in enumerate(programs)):
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program):
+                action = program[at[rank]]
+                step = {Op.FORWARD: -1, Op.BACKWARD: 1}.get(action.op, 0)
+                source = Action(action.stage + step, action.op, action.microbatch)
+                if step and source.stage in range(plan.num_stages) and source not in done:
+                    break
+                before = done[program[at[rank] - 1]] if at[rank] else [0] * plan.num_ranks
+                read = done[source] if source in done else [0] * plan.num_ranks
+                needed[action] = read[rank]
+                at[rank] += 1
+                done[action] = [*map(max, before, read)]
+                done[action][rank] = at[rank]
+    return needed
+
+
 @given(st.one_of(cases().map(Case.build), unplanned_orders()))
-def test_a_receive_is_posted_a_computation_before_its_use(plan: Plan):
+def test_a_receive_is_posted_a_computation_before_its_use_but_behind_what_it_depends_on(
+    plan: Plan,
+):
+    needed = needed_before(plan)
     for program in add_p2p(plan).programs:
         started, posted = 0, {}
         for stage, op, microbatch in program:
             if op in RECV_OPS:
                 user = Op.FORWARD if op is Op.RECV_F else Op.BACKWARD
-                posted[stage, user, microbatch] = started
+                posted[Action(stage, user, microbatch)] = started
             elif op in COMPUTE_OPS:
-                assert posted.get((stage, op, microbatch), 0) <= max(0, started - 1)
+                action = Action(stage, op, microbatch)
+                if action in posted:
+                    assert needed[action] <= posted[action]
+                    assert posted[action] <= max(needed[action], 0, started - 1)
                 started += 1
 
 

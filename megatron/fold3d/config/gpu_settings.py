@@ -100,6 +100,12 @@ def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
         yield f"{found}: {rule}; unset it, or use --schedule stock"
     if args.preemptive_comm and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         yield f"CUDA_DEVICE_MAX_CONNECTIONS, unset and so 8, {TOO_FEW_CONNECTIONS}"
+    if args.timing_log_level > 1 and args.pipeline_model_parallel_size > 1:
+        yield (
+            f"--timing-log-level {args.timing_log_level}: in each forward and backward the host "
+            "would wait for the whole device, also for a receive that is posted early; two ranks "
+            "would wait for each other; give --timing-log-level 1, or use --schedule stock"
+        )
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     spans_nodes = int(num_ranks) > int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     if args.lazy_inter_segment and spans_nodes and _GLOO_INTERFACE not in os.environ:

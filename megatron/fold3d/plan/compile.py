@@ -187,7 +187,12 @@ def lower(job: Job, *, transfers: bool = True) -> Plan:
 
         plan = add_offload(plan, depth=job.offload.depth, at_most=job.offload.at_most)
     if transfers and ranks > 1 and not plan.has(*P2P_OPS):
-        plan = add_p2p(plan, receives_late=job.receives_late, receives_ahead=job.receives_ahead)
+        plan = add_p2p(
+            plan,
+            receives_late=job.receives_late,
+            receives_ahead=job.receives_ahead,
+            in_pairs=bool(choice.pairs),
+        )
     if choice.pairs and (transfers or ranks == 1):
         from megatron.fold3d.plan.passes.pairs import pair_microbatches
 

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.ops import COMPUTE_OPS, RECV_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.pairs import (
     PAIRED_OPS,
@@ -16,6 +17,7 @@ from megatron.fold3d.plan.passes.pairs import (
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES
 from megatron.fold3d.plan.verify import verify
+from tests.plan.test_properties import needed_before
 from tests.plans import built, planned, verified
 
 
@@ -34,11 +36,28 @@ def test_an_order_of_pairs_has_both_micro_batches_of_each_and_an_odd_one_alone()
 def test_a_result_is_sent_when_the_next_one_of_a_chain_has_begun():
     plan = verified(planned(order("afab", 5), "pairs=on"))
     assert plan.select(frozenset(Op) - {Op.ALL_REDUCE, Op.STEP}).to_text().splitlines() == [
-        "0F0 0F1 0SEND_F0 0F2 0SEND_F1 0F3 0SEND_F2 0RECV_B0 0F4 0SEND_F3 0SEND_F4 "
-        "0RECV_B1 0B0 0RECV_B2 0B1 0RECV_B3 0B2 0RECV_B4 0B3 0B4",
+        "0F0 0F1 0SEND_F0 0F2 0SEND_F1 0F3 0SEND_F2 0F4 0SEND_F3 0SEND_F4 0RECV_B0 "
+        "0B0 0RECV_B1 0RECV_B2 0B1 0RECV_B3 0B2 0RECV_B4 0B3 0B4",
         "1RECV_F0 1RECV_F1 1F0 1RECV_F2 1F1 1RECV_F3 1F2 1RECV_F4 1F3 1F4 "
         "1B0 1B1 1SEND_B0 1B2 1SEND_B1 1B3 1SEND_B2 1B4 1SEND_B3 1SEND_B4",
     ]
+
+
+@pytest.mark.parametrize("schedule", ["aiao", "afab", "1f1b"])
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_a_receive_in_a_chain_is_posted_behind_what_it_depends_on(schedule: str, p: int):
+    # The computation before it goes on in the other thread, and may wait for the whole device.
+    for segments, microbatches in product((1,) if schedule == "1f1b" else (1, 2), (2, 4, 8)):
+        plan = planned(order(schedule, microbatches, p=p, ns=segments), "pairs=on")
+        needed = needed_before(plan)
+        for program in plan.programs:
+            inside = {a for chain in chains(program) for a in chain if a.op in RECV_OPS}
+            started = 0
+            for action in program:
+                started += action.op in COMPUTE_OPS
+                if action in inside:
+                    op = Op.FORWARD if action.op is Op.RECV_F else Op.BACKWARD
+                    assert needed[Action(action.stage, op, action.microbatch)] < started
 
 
 def test_copies_to_the_host_start_where_results_leave():

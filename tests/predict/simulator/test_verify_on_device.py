@@ -14,7 +14,7 @@ from megatron.fold3d.plan.device_queues import (
     UNFINISHED_SENDS,
 )
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
-from megatron.fold3d.plan.ops import COMPUTE_OPS
+from megatron.fold3d.plan.ops import COMPUTE_OPS, RECV_OPS, SEND_OPS
 from megatron.fold3d.plan.passes.grad_sync import aligned_grad_sync
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.transfers import add_p2p
@@ -153,12 +153,13 @@ def _arrive_before(plan: Plan, rank: int, position: int) -> bool:
 @pytest.mark.parametrize("receives_late", [False, True])
 @pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("pp", [2, 3, 4])
-def test_with_enough_microbatches_no_receive_of_aiao_depends_on_a_computation_behind_it(
-    pp: int, segments: int, receives_late: bool
+@pytest.mark.parametrize("schedule", ["aiao", "afab"])
+def test_no_receive_depends_on_a_computation_behind_it(
+    schedule: str, pp: int, segments: int, receives_late: bool
 ):
     # A computation in which the allocator waits for the device would wait for such a receive.
-    for microbatches in (2 * pp - 3, 2 * pp - 2, 2 * pp + 1):
-        order = build("aiao", num_ranks=pp, num_segments=segments, num_microbatches=microbatches)
+    for microbatches in (1, 2 * pp - 3, 2 * pp + 1):
+        order = build(schedule, num_ranks=pp, num_segments=segments, num_microbatches=microbatches)
         plan = add_p2p(order, receives_late=receives_late)
         arrive = [
             _arrive_before(plan, rank, position)
@@ -166,7 +167,57 @@ def test_with_enough_microbatches_no_receive_of_aiao_depends_on_a_computation_be
             for position, action in enumerate(program)
             if action.op in COMPUTE_OPS
         ]
-        assert all(arrive) == (microbatches >= 2 * pp - 2)
+        assert all(arrive)
+
+
+def _hosts_end(plan: Plan, kind: Callable[[Action], object]) -> bool:
+    """Say whether hosts end that wait for the whole device in the first action of each kind.
+
+    What is posted or sent is in flight on the device until the other rank has issued its side.
+    """
+    at, seen = [0] * plan.num_ranks, [{None} for _ in plan.programs]
+    posted: set[Action] = set()
+    sent: set[Action | None] = set()  # by their receives
+
+    def goes_on(rank: int) -> bool:
+        before, action = plan.programs[rank][: at[rank]], plan.programs[rank][at[rank]]
+        return kind(action) in seen[rank] or (
+            {a for a in before if a.op in RECV_OPS} <= sent
+            and {_message(a) for a in before if a.op in SEND_OPS} <= posted
+        )
+
+    moves = True
+    while moves:
+        moves = False
+        for rank, program in enumerate(plan.programs):
+            while at[rank] < len(program) and goes_on(rank):
+                action = program[at[rank]]
+                seen[rank].add(kind(action))
+                sent.add(_message(action))
+                posted |= {action} if action.op in RECV_OPS else set()
+                at[rank] += 1
+                moves = True
+    return at == [*map(len, plan.programs)]
+
+
+@given(orders(), ways())
+def test_first_launches_of_kernels_which_wait_for_the_device_hang_no_rank(
+    order: Plan, made: Callable[..., Plan]
+):
+    # CUDA loads a kernel's module when it is launched first, and waits for the device; autotuners
+    # wait too. The first and the last stage have kernels of their own.
+    ends = {0, order.num_stages - 1}
+
+    def first(action: Action) -> object:
+        return (action.op, *ends & {action.stage}) if action.op in COMPUTE_OPS else None
+
+    assert _hosts_end(made(order), first)
+
+
+def test_timers_that_wait_for_the_device_in_each_computation_hang_two_ranks():
+    # As with `--timing-log-level 2`, which is refused.
+    plan = add_p2p(build("aiao", num_ranks=2, num_segments=2, num_microbatches=4))
+    assert not _hosts_end(plan, lambda action: action if action.op in COMPUTE_OPS else None)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "breadth-first"])

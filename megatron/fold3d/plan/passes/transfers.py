@@ -1,10 +1,11 @@
 """The pass that adds the transfers between stages (PP.sync).
 
-A result is sent when its computation ends. The receive is posted one computation ahead:
+A result is sent when its computation ends. The receive is posted one computation ahead, but not
+ahead of a computation that the result depends on, as 1B0 here on 0F1:
 
     before  rank 0  0F0 0F1 0B0 0B1
             rank 1  1F0 1F1 1B0 1B1
-    after   rank 0  0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1
+    after   rank 0  0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1
             rank 1  1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
 
 A message does not leave before its receive is posted. Beside DP.sync a message may take longer than
@@ -35,14 +36,21 @@ _WAY_OF = {way.compute: way for way in WAYS}
 
 
 @gc_paused()
-def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1) -> Plan:
+def add_p2p(
+    plan: Plan,
+    *,
+    receives_late: bool = False,
+    receives_ahead: int = 1,
+    in_pairs: bool = False,
+) -> Plan:
     """Add the transfers between stages: paper Algorithm 2, ``PPComm``.
 
     The pass runs the plan in rounds, one computation per rank and round. The send of a result
     follows its computation. The receiving rank posts the receive before the computation that it
     runs in the same round, or before an earlier one, so that the receive is open while the result
-    is being computed. All ranks can follow this order even if each send blocks until its receive is
-    posted, so the plan cannot deadlock. Other actions that follow a computation follow its send.
+    is being computed; but behind a computation that the result depends on. All ranks can follow
+    this order even if each send blocks until its receive is posted, so the plan cannot deadlock.
+    Other actions that follow a computation follow its send.
 
     Args:
         plan: the computations; transfers that the plan already has are replaced.
@@ -53,15 +61,16 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
             posts its receives before its sends.
         receives_ahead: the number of the rank's computations between a receive and the end of the
             round in which the message is sent. On a GPU only 1 is safe: a computation may wait for
-            the allocator or the one hardware queue, which may wait for a receive that depends on
-            this computation. Late receives ignore this number.
+            the allocator, a kernel's first launch or the one hardware queue, which may wait for a
+            receive. More may stand ahead of what they depend on. Late receives ignore this number.
+        in_pairs: whether the computation before the latest may not be over when that one begins.
 
     Raises:
         PlanError: the compute order itself cannot run.
     """
     num_ranks, num_stages = plan.num_ranks, plan.num_stages
     programs = [[a for a in program if a.op not in P2P_OPS] for program in plan.programs]
-    arrived = _Arrived(plan)
+    arrived, needs = _Arrived(plan), _Needs(num_ranks)
     reader: dict[tuple[int, Op], Action] = {}  # the reader of a direction's last message
     lowered: list[list[Action]] = [[] for _ in programs]
     kept = 1 if receives_late else receives_ahead
@@ -96,6 +105,7 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
         on_the_way = []
         for rank, action in ready:
             position[rank] += 1
+            needs.compute(rank, action)
             last[rank].append(len(lowered[rank]))
             lowered[rank].append(action)
             if not receives_late:
@@ -116,7 +126,8 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
                 if receives_late:
                     reader[to, op] = Action(peer, op, microbatch)
                 receive = Action(peer, direction.receive, microbatch)
-                if is_unread:
+                needs.send(rank, receive)
+                if is_unread or (kept == 1 and needs.latest(rank, to, 2 if in_pairs else 1)):
                     lowered[to].append(receive)
                     continue
                 lowered[to].insert(last[to][0], receive)
@@ -127,6 +138,30 @@ def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1)
             take_over(rank)
         running = [rank for rank in running if position[rank] < len(programs[rank])]
     return Plan(tuple(map(tuple, lowered)))
+
+
+class _Needs:
+    """Which computations a rank's latest result depends on: of each rank so many, its first."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._of_ranks = [[0] * num_ranks for _ in range(num_ranks)]
+        self._of_messages: dict[Action, list[int]] = {}  # by receive, until they are read
+
+    def compute(self, rank: int, action: Action) -> None:
+        """Note a computation, which reads the message that its rank receives for it."""
+        own = self._of_ranks[rank]
+        if (way := _WAY_OF.get(action.op)) is not None:
+            read = self._of_messages.pop(Action(action.stage, way.receive, action.microbatch), own)
+            own[:] = map(max, own, read)
+        own[rank] += 1
+
+    def send(self, rank: int, receive: Action) -> None:
+        """Note that a rank's latest result is sent."""
+        self._of_messages[receive] = self._of_ranks[rank].copy()
+
+    def latest(self, rank: int, other: int, count: int) -> bool:
+        """Return True if a rank's latest result depends on any of another's latest ``count``."""
+        return self._of_ranks[rank][other] > max(0, self._of_ranks[other][other] - count)
 
 
 class _Arrived:

@@ -141,7 +141,7 @@ def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
     apart = *choice.where(wgrad="behind"), *choice.where(wgrad="last")
     plan = delay_weight_grads(computed(candidate), tuple(sorted(apart)))
     if choice.pairs and plan.num_ranks > 1:
-        plan = pair_microbatches(add_p2p(plan))
+        plan = pair_microbatches(add_p2p(plan, in_pairs=True))
     return simulate(plan, replace(estimate.costs, ep_sync_on_nic=False), link)
 
 

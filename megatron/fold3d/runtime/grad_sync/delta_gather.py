@@ -44,6 +44,7 @@ from megatron.fold3d.runtime.measure.timing import clock
 logger = logging.getLogger(__name__)
 
 _TIMED_BYTES = 1 << 22  # of the gather that measures the links
+_ALIGNED_WORDS = 4  # NCCL gathers byte by byte where a replica's part begins between 16-byte words
 
 
 class DeltaGather:
@@ -85,6 +86,7 @@ class DeltaGather:
         longest = map(max, zip(*of_sizes, strict=True))
         agree = [len(set(of_bucket)) == 1 for of_bucket in zip(*of_sums, strict=True)]
         for bucket, message, size, agrees in zip(buckets, messages, longest, agree, strict=True):
+            size += -size % _ALIGNED_WORDS
             if agrees and WORD * size < bucket.param_data.nbytes // replicas.size():
                 self._messages[bucket] = message[:size]
                 self._link_bytes[bucket] = WORD * size * replicas.size()

@@ -42,7 +42,6 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
@@ -107,7 +106,6 @@ class DueSteps(Feature):
         self._chunks: Sequence[Any] = ()
         self._reduced_in_iteration: AbstractSet[torch.nn.Parameter] = frozenset()
         self._norm_bound: NormBound | None = None
-        self._alone: dist.ProcessGroup | None = None
         self._in_iteration = False
         self._is_sharded = False
         self._gathers_later = False  # parameters: not within the optimizer's step
@@ -261,7 +259,7 @@ class DueSteps(Feature):
                 for chunk, share in zip(self._chunks, shares, strict=True)
             )
         )
-        self._step = PartialStep(optimizer, iteration, self._alone)
+        self._step = PartialStep(optimizer, iteration)
         if parameters := [p for chunk in reduced for p in chunk.parameters()]:
             self._step.take(parameters)
         if not self._gathers_later:
@@ -352,7 +350,6 @@ class DueSteps(Feature):
         self.sums = Sums(self._recorder, chunks, self._reduced_in_iteration, slice_bytes, ours)
         if self._config.clips_or_scales:
             self._norm_bound = NormBound(chunks, iteration.device)
-            self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._chunks = chunks
 
     def _wait_for(self, chunk: Any) -> None:

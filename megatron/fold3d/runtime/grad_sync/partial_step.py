@@ -8,10 +8,10 @@ asked for the step.
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 
 # What changes from one iteration to the next: the scheduler sets the first two, and fused
@@ -30,7 +30,7 @@ _ROWS = (
 
 
 class PartialStep:
-    """The step of one iteration, through Megatron's own optimizer.
+    """The step of one iteration, through Megatron's own optimizer; no part makes the host wait.
 
     Every parameter of the optimizer must be stepped exactly once, in any order and grouping. With a
     loss scaler, all gradients must be known to be finite: the constructor already updates the
@@ -38,23 +38,20 @@ class PartialStep:
 
     Args:
         optimizer: Megatron's ``ChainedOptimizer``.
-        alone: a process group of this rank only, needed with a loss scaler.
     """
 
-    def __init__(
-        self, optimizer: Any, iteration: int, alone: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, optimizer: Any, iteration: int) -> None:
         self.iteration = iteration
         self._optimizer = optimizer
         self._settings = [_settings(group) for group in self._groups()]
         device = optimizer.get_loss_scale().device
         self._squares = [torch.zeros((), device=device) for _ in optimizer.chained_optimizers]
-        self._alone = alone
         parts = optimizer.chained_optimizers
         self._scaled = [part for part in parts if getattr(part, "grad_scaler", None)]
         self._scalers = [ConstantGradScaler(p.grad_scaler.scale.item()) for p in self._scaled]
         for part in self._scaled:
             part.grad_scaler.update(found_inf=False)
+            part.found_inf.zero_()
 
     @torch.no_grad()
     def take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -64,9 +61,8 @@ class PartialStep:
         parameters are valid there. With the distributed optimizer only this rank's shards are
         updated, and nothing is gathered.
         """
-        with self._narrowed_to(parameters), self._settings_applied(), self._on_this_rank_only():
-            found_inf = self._optimizer.prepare_grads()
-            assert not found_inf, "gradients were finite when this step was allowed"
+        with self._narrowed_to(parameters), self._settings_applied(), self._without_others():
+            self._optimizer.prepare_grads()
             for square, part in self._squares_of_parts():
                 if grads := part.get_grads_for_grad_norm():
                     square += torch.nn.utils.get_total_norm(grads).float() ** 2
@@ -75,6 +71,8 @@ class PartialStep:
 
     def grad_norm(self) -> float:
         """Return the global gradient norm, once every parameter is stepped; a collective call."""
+        found = sum(part.found_inf.item() for part in self._scaled)
+        assert not found, "gradients were finite when this step was allowed"
         for square, part in self._squares_of_parts():
             torch.distributed.all_reduce(square, group=part.get_grad_stats_parallel_group())
         return math.sqrt(sum(square.item() for square in self._squares))
@@ -113,14 +111,14 @@ class PartialStep:
                 _set(group, settings)
 
     @contextmanager
-    def _on_this_rank_only(self) -> Iterator[None]:
-        """Check inf and NaN on this rank only, with the iteration's loss scale; gather nothing."""
+    def _without_others(self) -> Iterator[None]:
+        """Unscale with the iteration's loss scale; wait for no check; gather nothing."""
         with ExitStack() as undo:
             for part, scaler in zip(self._scaled, self._scalers, strict=True):
-                group = part.get_grad_stats_parallel_group()
-                undo.callback(setattr, part, "grad_stats_parallel_group", group)
                 undo.callback(setattr, part, "grad_scaler", part.grad_scaler)
-                part.grad_scaler, part.grad_stats_parallel_group = scaler, self._alone
+                undo.callback(delattr, part, "_unscale_main_grads_and_check_for_nan")
+                part.grad_scaler = scaler
+                part._unscale_main_grads_and_check_for_nan = partial(_unscale, part)
             for part in self._optimizer.chained_optimizers:
                 if hasattr(part, "shard_fp32_groups"):  # a DistributedOptimizer
                     undo.callback(setattr, part, "_defer_param_sync", False)
@@ -134,6 +132,15 @@ class PartialStep:
         for part in self._optimizer.chained_optimizers:
             if not part.is_stub_optimizer:
                 yield from part.optimizer.param_groups
+
+
+def _unscale(part: Any) -> bool:
+    """Unscale as Megatron's method does, but leave what is found to `PartialStep.grad_norm`."""
+    if not part.is_stub_optimizer:
+        grads = part._collect_main_grad_data_for_unscaling()
+        inverse = part.grad_scaler.inv_scale
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, part.found_inf, inverse)
+    return False
 
 
 def side_by_side(part: Any) -> Iterator[tuple[list[Any], ...]]:

@@ -105,9 +105,9 @@ class PairedGroup(dist.ProcessGroup):
         """Start an all-gather into a list, without a hand-over."""
         return self.group.allgather(*tensors_and_options)
 
-    def barrier(self, *options: Any) -> Any:
-        """Start a barrier, without a hand-over."""
-        return self.group.barrier(*options)
+    def barrier(self, opts: Any = None) -> Any:
+        """Start a barrier, without a hand-over; the group's own backend chooses the device."""
+        return dist.barrier(group=self.group, async_op=True)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name of the backend that does the work."""
