@@ -27,6 +27,7 @@ _OF_GPUS = {
     "--moe-router-fusion": "the kernel is Transformer Engine's",
     "--nccl-communicator-config-path, --use-nccl-ub, --use-sharp": "it is for NCCL",
     "--record-memory-history": "it records CUDA's allocator",
+    "--use-persistent-ckpt-worker": "its process counts GPUs",
 }
 
 

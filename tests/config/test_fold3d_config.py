@@ -64,6 +64,7 @@ def only_problem(args: Namespace) -> str:
         "--log-interval 0",
         "--make-vocab-size-divisible-by 0",
         "--num-layers -8",
+        "--seed 0",
     ],
 )
 def test_a_size_below_one_is_refused_before_anything_divides_by_it(parse: Parse, flag: str) -> None:

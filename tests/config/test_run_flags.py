@@ -132,6 +132,11 @@ def test_a_tokenizer_needs_its_vocabulary(problems: Problems, tokenizer: str, pr
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
+        (
+            "--async-save --ckpt-format torch",
+            "--async-save with --ckpt-format torch: Megatron fails when it first saves; drop one "
+            "of the two",
+        ),
         ("--bf16 --fp16", "--bf16 with --fp16: parameters have one precision; drop one of the two"),
         ("--group-query-attention --num-query-groups 3", "3 with --num-attention-heads 4: groups"),
         ("--hidden-dropout 2", "--hidden-dropout 2.0: it is a probability"),

@@ -128,6 +128,11 @@ def _refusal_without_einops(argv: Sequence[str]) -> tuple[int, str]:
     return _refusal(argv)
 
 
+def test_what_megatron_says_of_its_optimizers_flags_is_a_refusal() -> None:
+    """It looks at them when it is about to train."""
+    _refused(Row().command(f"{AIAO} --exp-avg-dtype bf16"), "exp_avg_dtype can only be fp32 when")
+
+
 def test_groups_of_ours_take_the_timeout_that_megatron_changes_to() -> None:
     """Transfers and DP.sync have groups of their own, which Megatron does not make."""
     ours = "--schedule aiao:step=next --overlap-grad-reduce --lazy-inter-segment"

@@ -38,6 +38,16 @@ def test_a_plan_file_may_defer_what_the_run_may(tmp_path: Path):
         training(plans(None, path), 1)
 
 
+def test_a_plan_file_sums_as_the_optimizer_steps(tmp_path: Path):
+    path = tmp_path / "plan"
+    path.write_text("0F0 0B0 0ALL_REDUCE 0STEP\n")
+    whole = configured(choice=Choice.parse(f"plan={path}", 1), grad_sync="overlap")
+    assert training(Plans(whole), 1).to_text() == path.read_text()
+    fix = "found 0ALL_REDUCE; with --use-distributed-optimizer it is 0REDUCE_SCATTER: write"
+    with pytest.raises(PlanError, match=fix):
+        training(Plans(configured(whole, steps_shards=True)), 1)
+
+
 def test_a_plan_file_may_delay_weight_gradients_if_the_run_does(tmp_path: Path):
     path = tmp_path / "plan"
     path.write_text("0F0 0B0 0W0")

@@ -118,6 +118,20 @@ def train_with_copies() -> tuple[Losses, list[str]]:
     return train(copies, m=3, config=OFFLOADING), copies.copied
 
 
+class CtrlC(Feature):
+    """Stands for a user who ends the run while it computes."""
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        def interrupted(action: Action) -> None:
+            raise KeyboardInterrupt
+
+        return {Op.BACKWARD: interrupted}
+
+
+def train_until_ctrl_c() -> Losses:
+    return train(CtrlC())
+
+
 def train_without_copies() -> Losses:
     return train(m=3, config=OFFLOADING)
 
@@ -150,6 +164,13 @@ def test_an_op_that_nothing_handles_is_named():
     with pytest.raises(RankError, match="0OFFLOAD0: nothing that is on in this run") as caught:
         run_distributed(train_without_copies, 1)
     assert "fold3d: rank 0 (pipeline rank 0) was at 0OFFLOAD0" in str(caught.value)
+
+
+@pytest.mark.gloo
+def test_ctrl_c_names_the_action_that_it_ended():
+    with pytest.raises(RankError, match="KeyboardInterrupt") as caught:
+        run_distributed(train_until_ctrl_c, 1)
+    assert "fold3d: rank 0 (pipeline rank 0) was at 0B0" in str(caught.value)
 
 
 def test_an_evaluation_of_nothing_ends_at_once():

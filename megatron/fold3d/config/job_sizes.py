@@ -25,6 +25,7 @@ _SIZES = (
     "eval_micro_batch_size",
     "eval_interval",
     "log_interval",
+    "seed",
     "make_vocab_size_divisible_by",
     "distributed_timeout_minutes",
 )

@@ -38,6 +38,9 @@ _CLASHES = {
         "several segments": "Megatron then reads the data of one segment, and each has its own; "
         "have one segment, or drop it",
     },
+    "--async-save with {}": {
+        "--ckpt-format torch": "Megatron fails when it first saves; drop one of the two"
+    },
     "--multiple-validation-sets with {}": {
         "without --full-validation": "Megatron evaluates on several sets as a whole only; add {}",
     },

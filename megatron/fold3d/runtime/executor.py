@@ -202,7 +202,7 @@ class Executor:
             for action in iteration.program:
                 try:
                     handlers[action.op](action)
-                except Exception as error:
+                except BaseException as error:
                     note_place(error, iteration.rank, action)
                     raise
             for feature in reversed(self._features):

@@ -37,7 +37,6 @@ def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
 def _check_sums(config: Fold3DConfig, program: Program) -> None:
     """Check that the DP.sync of a rank is what this run can do."""
     early, late, choice = stages_in_parts(program), carried(program), config.choice
-    whole = choice.stages(config.num_ranks, optimizer="replicated")
     for stage in early:
         if choice.carries or not config.job.reduces_early:
             raise PlanError(
@@ -47,14 +46,13 @@ def _check_sums(config: Fold3DConfig, program: Program) -> None:
             )
     for action in program:
         stage, op, _ = action
-        if op in SUM_OPS:
-            in_shards = config.job.steps_shards and stage not in whole
-            if (op is Op.REDUCE_SCATTER) != in_shards:
-                ours = Op.REDUCE_SCATTER if in_shards else Op.ALL_REDUCE
-                raise PlanError(
-                    f"found {action} in the plan; in this run it is {action._replace(op=ours)}, "
-                    "by --use-distributed-optimizer and optimizer=replicated"
-                )
+        in_shards = config.job.steps_shards
+        if op in SUM_OPS and (op is Op.REDUCE_SCATTER) != in_shards:
+            ours = Op.REDUCE_SCATTER if in_shards else Op.ALL_REDUCE
+            raise PlanError(
+                f"found {action}; {'with' if in_shards else 'without'} --use-distributed-optimizer "
+                f"it is {action._replace(op=ours)}: write that, or change the flag"
+            )
         if stage in late and op is Op.STEP and not choice.carries:
             raise PlanError(
                 f"found {action} before {stage}F0, which ends DP.sync of the iteration before: "

@@ -38,7 +38,7 @@ from megatron.fold3d.config.run_flags import run_problems
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 from megatron.fold3d.training.mistakes import MISTAKES, refuse, script, speaks
-from megatron.fold3d.upstream.pretrain import parse_and_validate_args, pretrain
+from megatron.fold3d.upstream.pretrain import parse_and_validate_args, pretraining
 
 if TYPE_CHECKING:
     from megatron.fold3d.observe.breakdown import Flops
@@ -66,11 +66,13 @@ def train(argv: Sequence[str], family: Literal["gpt", "bert"]) -> int:
 
                     check_checkpoint(args)
                 config = model.config(args)
+                if args.check is None:  # another machine may have what these flags need
+                    run = pretraining(args, config, model.build_datasets, model.forward_step)
             if args.check is not None:
                 return tell_checked(args, [*absent_packages(args)])
         except MISTAKES as error:
             return refuse(error)
-        pretrain(args, config, model.build_datasets, model.forward_step)
+        run()
     return 0
 
 

@@ -3,6 +3,7 @@
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,10 +66,13 @@ def parse_and_validate_args(
     return args
 
 
-def pretrain(
+def pretraining(
     args: Namespace, model: Any, datasets: Callable[..., Any], forward_step: Callable[..., Any]
-) -> None:
-    """Train a model of `gpt_config_from_args`. Until 0.19; before 0.18 with less to hand over."""
+) -> Callable[[], None]:
+    """Return what trains a model of `gpt_config_from_args`, once Megatron has checked its flags.
+
+    Until 0.19; before 0.18 with less to hand over and to check.
+    """
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils
     from megatron.training import pretrain as upstream
@@ -76,8 +80,7 @@ def pretrain(
     kind = ModelType.encoder_or_decoder
     if not is_before("0.19"):
         container = argument_utils.pretrain_cfg_container_from_args(args, model)
-        upstream(container, datasets, kind, forward_step)
-        return
+        return partial(upstream, container, datasets, kind, forward_step)
 
     def provide(
         pre_process: bool, post_process: bool, vp_stage: int | None = None, **options: Any
@@ -89,7 +92,7 @@ def pretrain(
     containers: tuple[Any, ...] = ()
     if not is_before("0.18"):
         containers = (argument_utils.pretrain_cfg_container_from_args(args, model),)
-    upstream(*containers, datasets, provide, kind, forward_step)
+    return partial(upstream, *containers, datasets, provide, kind, forward_step)
 
 
 def tokenizer_config(**fields: Any) -> Any:

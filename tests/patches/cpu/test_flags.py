@@ -32,6 +32,7 @@ def test_a_users_flag_wins(parse) -> None:
         ("--profile",),
         ("--record-memory-history",),
         ("--gpu-sniff-test-interval", "5"),
+        ("--use-persistent-ckpt-worker",),
         ("--log-device-memory-used",),
         ("--cuda-graph-impl", "local"),
         ("--use-nccl-ub",),

@@ -1,4 +1,5 @@
 import time
+from contextlib import suppress
 
 import torch
 from torch.futures import Future
@@ -82,6 +83,17 @@ def test_the_end_of_a_run_leaves_out_what_has_not_ended():
         record.open_span("0RECV_B0", "p2p")
     record.close()
     assert [row.events for row in delivered] == [()]
+
+
+def test_an_iteration_that_fails_is_not_delivered():
+    record, delivered = recorder(1, 2)
+    with record.iteration(1):
+        pass
+    with suppress(RuntimeError), record.iteration(2), record.span("0F0", "compute"):
+        raise RuntimeError("connection reset by peer")
+    record.close()
+    assert [row.iteration for row in delivered] == [1]
+    assert not record.is_on
 
 
 def test_counts_are_of_the_iteration_that_they_happened_in():

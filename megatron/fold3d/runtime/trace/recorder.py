@@ -72,7 +72,7 @@ class Recorder(Events):
 
     @contextmanager
     def iteration(self, number: int) -> Iterator[None]:
-        """Record the events inside this block, if iteration ``number`` is wanted."""
+        """Record the events inside this block, if iteration ``number`` is wanted and completed."""
         self.flush()
         if not self._wants(number):
             yield
@@ -82,9 +82,9 @@ class Recorder(Events):
         self._now = now = _Iteration(number, start)
         try:
             yield
-        finally:
             now.end = mark_now(self._device)
             self._waiting.append(now)
+        finally:
             self._now = None
 
     def open_span(self, name: object, kind: str) -> Callable[[], None]:
