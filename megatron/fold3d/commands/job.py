@@ -14,7 +14,7 @@ from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.commands.training_words import not_counted
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.job_sizes import stage_layers
+from megatron.fold3d.config.job_sizes import stage_layers, uneven_ranks
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.refusals import delta_param_gather
 from megatron.fold3d.config.schedule_flags import word_of
@@ -118,7 +118,7 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
         _take_sizes(args, read_plan(file))
     if args.layers == AUTO and said.shape is not None:
         args.pipeline_model_parallel_layout = layout_of(_even(args, said.shape.num_layers))
-    args.micro_batch_size = args.micro_batch_size or 1
+    args.micro_batch_size = 1 if args.micro_batch_size is None else args.micro_batch_size
     read_config(args)  # which refuses sizes below one
     for name, value in megatron_defaults(args).items():
         if getattr(args, name) is None:
@@ -138,6 +138,8 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
     config = read_config(args)
     args.virtual_pipeline_model_parallel_size = config.num_segments
     layers = stage_layers(args) if said.shape is not None else ()
+    if layers and min(layers) < 0:
+        raise ValueError(uneven_ranks(args))
     if said.shape is not None and sum(layers) != said.shape.num_layers:
         raise ValueError(
             f"found stages with {','.join(map(str, layers))} layers; together they are the "
