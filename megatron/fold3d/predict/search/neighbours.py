@@ -5,14 +5,14 @@ from dataclasses import replace
 
 from megatron.fold3d.plan.schedule_word import Segments
 from megatron.fold3d.predict.cost_model.sizes import Order
-from megatron.fold3d.predict.search.candidates import Assumption, Candidate
+from megatron.fold3d.predict.search.candidates import Assumption, Candidate, group_sizes
 
 
 def neighbours(
     candidate: Candidate, num_layers: int, assumed: Set[Assumption] = frozenset()
 ) -> Iterator[Candidate]:
     """Yield candidates that differ from this one in one choice."""
-    yield from _with_other_groups(candidate)
+    yield from with_other_groups(candidate)
     yield from _with_lighter_last_stage(candidate, num_layers)
     yield from with_other_sums(candidate)
     yield from _with_other_forwards_ahead(candidate)
@@ -40,12 +40,12 @@ def recomputed_and_paired(candidate: Candidate, assumed: Set[Assumption]) -> Ite
                 yield other
 
 
-def _with_other_groups(candidate: Candidate) -> Iterator[Candidate]:
+def with_other_groups(candidate: Candidate) -> Iterator[Candidate]:
     """Yield other sizes of groups, between one micro-batch per rank and all micro-batches."""
     ranks, microbatches = candidate.num_ranks, candidate.num_microbatches
     if candidate.schedule == "interleaved":
-        for size in range(ranks + 1, microbatches):
-            if microbatches % size == 0:
+        for size in group_sizes(ranks, microbatches):
+            if ranks < size < microbatches:
                 yield candidate.with_options(group=size)
 
 
