@@ -104,6 +104,10 @@ def test_what_is_not_simulated_is_named(fold3d):
             "--overlap-grad-reduce --overlap-param-gather",
             "--lr -1.0 and --init-method-std 0.02: no rate is below zero",
         ),
+        (
+            f"{SIMULATE} -- {JOB} --microbatch-group-size-per-virtual-pipeline-stage 7",
+            "64, 8 micro-batches: Megatron runs them in groups of 7, the last of 2 at least",
+        ),
         (f"{SIMULATE} -- {JOB} --mtp-num-layers 1", "does not model the layers of multi-token"),
     ],
 )

@@ -17,6 +17,7 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.job_sizes import stage_layers, uneven_ranks
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.refusals import delta_param_gather
+from megatron.fold3d.config.run_flags import stock_group_problems
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.plan.choice import file_of, stock_schedule
 from megatron.fold3d.plan.files import read_plan
@@ -135,6 +136,8 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
             f"{args.micro_batch_size} on {args.data_parallel_size} replicas: each computes equally "
             f"many micro-batches; give a multiple of {of_all}"
         )
+    if problems := [*stock_group_problems(args, args.data_parallel_size)]:
+        raise ValueError("\n".join(problems))
     config = read_config(args)
     args.virtual_pipeline_model_parallel_size = config.num_segments
     layers = stage_layers(args) if said.shape is not None else ()

@@ -197,7 +197,7 @@ def _ranks(args: Namespace) -> Iterator[str]:
         )
         return
     replicas, batch = world // model, args.global_batch_size
-    yield from _stock_group_problems(args, replicas)
+    yield from stock_group_problems(args, replicas)
     if batch is None or args.micro_batch_size is None or args.decrease_batch_size_if_needed:
         return
     if batch % (at_once := args.micro_batch_size * replicas):
@@ -208,7 +208,7 @@ def _ranks(args: Namespace) -> Iterator[str]:
         )
 
 
-def _stock_group_problems(args: Namespace, replicas: int) -> Iterator[str]:
+def stock_group_problems(args: Namespace, replicas: int) -> Iterator[str]:
     """Yield one message if stock's interleaved schedule cannot run the number of micro-batches."""
     ranks, size = args.pipeline_model_parallel_size, args.micro_batch_size
     is_stocks = word_of(args).order == "stock" and num_segments(args) > 1
