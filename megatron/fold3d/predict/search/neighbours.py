@@ -12,7 +12,7 @@ def neighbours(
     candidate: Candidate, num_layers: int, assumed: Set[Assumption] = frozenset()
 ) -> Iterator[Candidate]:
     """Yield candidates that differ from this one in one choice."""
-    yield from with_other_groups(candidate)
+    yield from _with_other_groups(candidate)
     yield from _with_lighter_last_stage(candidate, num_layers)
     yield from with_other_sums(candidate)
     yield from _with_other_forwards_ahead(candidate)
@@ -40,7 +40,7 @@ def recomputed_and_paired(candidate: Candidate, assumed: Set[Assumption]) -> Ite
                 yield other
 
 
-def with_other_groups(candidate: Candidate) -> Iterator[Candidate]:
+def _with_other_groups(candidate: Candidate) -> Iterator[Candidate]:
     """Yield other sizes of groups, between one micro-batch per rank and all micro-batches."""
     ranks, microbatches = candidate.num_ranks, candidate.num_microbatches
     if candidate.schedule == "interleaved":

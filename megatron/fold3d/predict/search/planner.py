@@ -36,7 +36,6 @@ from megatron.fold3d.predict.search.neighbours import (
     neighbours,
     recomputed_and_paired,
     with_coded_gathers,
-    with_other_groups,
     with_replicated_segments,
 )
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
@@ -246,20 +245,19 @@ def _with_fewer_recomputed(judge: BestFirst, among: Sequence[Bounded]) -> Iterat
 def _strongest_stock(
     judge: BestFirst, ours: Candidate, among: Iterable[Bounded]
 ) -> tuple[JudgedCandidate, ...]:
-    """Return the fastest of stock's candidates in the layout of ours: one or none.
+    """Return the fastest of stock's candidates, and of their variations, in the layout of ours.
 
-    All have other groups too; the fastest has all variations.
+    It is one or none; the fastest variation is varied once more.
     """
     alike = [b for b in among if b.candidate.is_stock and b.candidate.layout == ours.layout]
-    grouped = [other for item in alike for other in with_other_groups(item.candidate)]
-    alike += filter(judge.fits, map(judge.bounded, filter(judge.is_affordable, grouped)))
-    others = (
-        other
-        for choice in judge.fastest(alike, of_stock=True)
-        for other in neighbours(choice.candidate, judge.shape.num_layers)
-        if judge.can_place(other) and judge.is_affordable(other)
-    )
-    alike += filter(judge.fits, map(judge.bounded, dict.fromkeys(others)))
+
+    def varied(those: Iterable[Candidate]) -> Iterator[Bounded]:
+        others = (o for c in those for o in neighbours(c, judge.shape.num_layers))
+        found = (o for o in others if judge.can_place(o) and judge.is_affordable(o))
+        return filter(judge.fits, map(judge.bounded, dict.fromkeys(found)))
+
+    alike += [*varied(item.candidate for item in alike)]
+    alike += [*varied(choice.candidate for choice in judge.fastest(alike, of_stock=True))]
     for choice in judge.fastest(alike, of_stock=True):
         alike += map(judge.bounded, _partitioned(judge, choice))
     return judge.fastest(alike, of_stock=True)
