@@ -228,6 +228,17 @@ def test_the_strongest_stock_has_the_best_number_of_segments_with_the_best_group
                 assert strongest.iteration_s <= judge.simulated(item).iteration_s
 
 
+def test_stock_of_any_layout_is_as_fast_as_in_a_layout_that_gains_from_the_order_of_ranks():
+    shape, gpus = model_shape("16-2048-16"), cluster("a100-80gx32-100g")
+    given = {"num_ranks": 2, "tensor_parallel": 1, "microbatch_size": 4}
+    alike = strongest_stock(shape, gpus, next(candidates(shape, gpus, 512, given)))
+    found = search(shape, gpus, global_batch_size=512, top=1)
+    assert alike is not None
+    assert alike.candidate.setup.order == "tp-pp-dp"
+    assert found.best_stock is not None
+    assert found.best_stock.iteration_s <= alike.iteration_s
+
+
 def test_sizes_given_to_the_search_stay_as_given():
     given = {"num_ranks": 2, "num_segments": 3, "microbatch_size": 1, "recompute": "full"}
     found = search(SMALL, SLOW, global_batch_size=32, given=given)

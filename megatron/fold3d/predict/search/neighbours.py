@@ -17,7 +17,7 @@ def neighbours(
     yield from with_other_sums(candidate)
     yield from _with_other_forwards_ahead(candidate)
     yield from recomputed_and_paired(candidate, assumed)
-    yield from _in_other_rank_order(candidate)
+    yield from in_other_rank_order(candidate)
     if "delay-weight-grads" in assumed and candidate.shards == "off":
         yield from _with_placed_weight_grads(candidate)
         yield from _with_delayed_weight_grads(candidate)
@@ -86,7 +86,7 @@ def _with_other_forwards_ahead(candidate: Candidate) -> Iterator[Candidate]:
     yield candidate.with_options(ahead=3)
 
 
-def _in_other_rank_order(candidate: Candidate) -> Iterator[Candidate]:
+def in_other_rank_order(candidate: Candidate) -> Iterator[Candidate]:
     """Yield the candidate in the other order of pipeline ranks and replicas: see `Order`."""
     setup = candidate.setup
     if candidate.num_ranks > 1 and setup.data_parallel > 1:

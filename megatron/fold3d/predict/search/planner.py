@@ -33,6 +33,7 @@ from megatron.fold3d.predict.search.candidates import FREE, Assumption, Candidat
 from megatron.fold3d.predict.search.infeasible import no_fit_message, no_split_message
 from megatron.fold3d.predict.search.neighbours import (
     in_16_bits,
+    in_other_rank_order,
     neighbours,
     recomputed_and_paired,
     with_coded_gathers,
@@ -79,6 +80,12 @@ def search(
         ]
         if not everything:
             raise ValueError(no_split_message(shape, cluster, global_batch_size, given))
+        everything += [
+            judge.bounded(other)
+            for item in everything
+            for other in in_other_rank_order(item.candidate)
+            if judge.can_place(other) and not judge.differ_only_in_rank_order(other, item.candidate)
+        ]
         if "offload" not in assumed:
             everything += map(judge.bounded, _offload_variants(everything, judge.fits))
         everything += [*_sharded_variants(everything, judge)]
