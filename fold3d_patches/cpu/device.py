@@ -63,13 +63,18 @@ def _answers(module: str, answers: dict[str, Any]) -> tuple[Patch, ...]:
     return tuple(replace(f"{module}:{name}", answer(value)) for name, value in answers.items())
 
 
-def absent_gpu(is_blackwell: bool) -> tuple[Patch, ...]:
+def absent_gpu(is_blackwell: bool, *, has_engine: bool = False) -> tuple[Patch, ...]:
     """Return the answers that Megatron's validation needs about GPUs that this node lacks.
 
     Args:
         is_blackwell: whether the GPUs are Blackwell; otherwise they are Hopper.
+        has_engine: whether their nodes have Transformer Engine, with its rotary embeddings.
     """
-    return _answers("torch.cuda", _of_generation("absent", 10 if is_blackwell else 9))
+    kernels = {"fused_apply_rotary_pos_emb": None} if has_engine else {}
+    return (
+        *_answers("torch.cuda", _of_generation("absent", 10 if is_blackwell else 9)),
+        *_answers("megatron.core.models.common.embeddings.rope_utils", kernels),
+    )
 
 
 def _of_generation(name: str, major: int) -> dict[str, Any]:

@@ -32,6 +32,7 @@ UNDECIDED = 'A="--b 2"; if [ -n "$FOO" ]; then A="$A --a 1"; L=4; fi; train $A -
         ('A="--a 1"; A+=" --b"; train $A', "train --a 1 --b"),
         ('A="\n --a 1\n --b"\ntrain $A', "train --a 1 --b"),
         ('train --a ${X:-4} --b ${X:-"5"} --c ${X:+6}', "train --a 4 --b 5 --c"),
+        (': "${X:=4}" ${Y=5}\ntrain --a ${X:=6} --b $Y', "train --a 4 --b 5"),
         ("train --a `date`", "train --a $(date...)"),
         (f"SIZE=7B\n{BRANCHES}train --n $L", "train --n 32"),
         (f"SIZE=13B L=9\n{BRANCHES}train --n $L", "train --n 40"),

@@ -106,3 +106,16 @@ def test_gpus_without_bf16_are_told_to_train_in_fp16(fold3d):
     fp16 = fold3d(f"{line} v100x8")[1]
     assert "--fp16 --accumulate-allreduce-grads-in-fp32" in fp16
     assert "--bf16" not in fp16
+
+
+def test_a_typed_size_of_the_model_is_among_the_flags_to_append_to_a_script(fold3d, tmp_path: Path):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "torchrun pretrain_gpt.py --num-layers 12 --hidden-size 1024 --num-attention-heads 16 "
+        "--seq-length $LENGTH --global-batch-size 8 --bf16\n"
+    )
+    line = f"search --cluster a100x4-25g --tp 1 --pp 2 --from-script {script}"
+    code, told, _ = fold3d(f"{line} --seq-length 512 --global-batch-size 16 --emit")
+    assert code == 0
+    assert told.startswith("--seq-length 512 --bf16 --tensor-model-parallel-size 1 ")
+    assert "--global-batch-size 16 " in told

@@ -147,6 +147,7 @@ def test_16_bits_are_counted_on_both_sides_with_what_they_change():
     rounded = replace(SETUP, small_gradients=True, accumulates_in_fp32=True)
     both = [judged(replace(c, setup=rounded), s) for c, s in ((AIAO, 4.5), (STOCK, 5.7))]
     said = list(_in_16_bits(found(judged(AIAO, 5.0), in_16_bits=tuple(both))))
+    assert said[0].endswith("; each beside its own best in 32:")
     assert "4.50 s, 11.1% faster: aiao" in said[1]
     assert "5.70 s, 5.3% faster: stock breadth-first" in said[3]
     assert "--ddp-param-name-patterns-for-fp32-local-accumulation all" in said[2]

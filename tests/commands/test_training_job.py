@@ -94,6 +94,20 @@ def test_what_is_not_simulated_is_named(fold3d):
             "take 6 GPUs for a model, and a100x8-100g has 8",
         ),
         (f"{SIMULATE} -- {JOB} --recompute-layers x", "--recompute-layers: 'x' is neither a list"),
+        (f"{SIMULATE} -- {JOB} --micro-batch-size 0", "--micro-batch-size 0: it is at least one"),
+        (
+            f"{SIMULATE} -- {JOB} --decoder-first-pipeline-num-layers 99",
+            "--decoder-first-pipeline-num-layers 99 of 16 layers: the other 1 ranks hold one",
+        ),
+        (
+            f"{SIMULATE} -- {JOB} --lr -1 --delta-param-gather on --use-distributed-optimizer "
+            "--overlap-grad-reduce --overlap-param-gather",
+            "--lr -1.0 and --init-method-std 0.02: no rate is below zero",
+        ),
+        (
+            f"{SIMULATE} -- {JOB} --microbatch-group-size-per-virtual-pipeline-stage 7",
+            "64, 8 micro-batches: Megatron runs them in groups of 7, the last of 2 at least",
+        ),
         (f"{SIMULATE} -- {JOB} --mtp-num-layers 1", "does not model the layers of multi-token"),
     ],
 )

@@ -37,6 +37,17 @@ def test_a_script_is_a_row_where_its_cluster_can_run_it():
     assert note.startswith("no row for a.sh as it is: the flags take 6 GPUs for a model")
 
 
+def test_typed_flags_of_the_job_count_in_yours_but_no_sizes_that_it_has():
+    script = JOB.replace("--seq-length 1024", "--seq-length $LENGTH")
+    script = script.replace("--micro-batch-size 2", "--micro-batch-size $SIZE")
+    typed = "--seq-length 512 --global-batch-size 32 --micro-batch-size 4 --tp 4 --recompute full"
+    said = described(script.split(), typed=typed.split(), script=Path("a.sh"))
+    found, _ = yours(said, cluster("a100x8-100g"))
+    assert found is not None
+    own = JOB.replace("--seq-length 1024", "--seq-length 512").replace("size 64", "size 32")
+    assert found.run == run_of(own.replace("--micro-batch-size 2", "--micro-batch-size 4")).run
+
+
 def test_yours_overlaps_only_what_its_flags_let_overlap():
     chunks = f"{JOB} --num-virtual-stages-per-pipeline-rank 4"
     runs = [

@@ -101,8 +101,11 @@ def test_batches_that_stocks_segments_would_stop_at_are_named(
     problems: Problems, flags: str, found: str
 ) -> None:
     several = f"--pipeline-model-parallel-size 4 --segments 2 {flags}"
-    (problem,) = problems(f"--schedule stock {several}", ranks=4)
-    assert problem.startswith(f"--segments 2 with --schedule stock and {found}")
+    for segments in ("--segments", "--num-virtual-stages-per-pipeline-rank"):
+        (problem,) = problems(
+            f"--schedule stock {several.replace('--segments', segments)}", ranks=4
+        )
+        assert problem.startswith(f"2 segments with --schedule stock and {found}")
     for runs in (f"--schedule interleaved {several}", several.replace("--segments 2", "")):
         assert problems(runs, ranks=4) == []
 

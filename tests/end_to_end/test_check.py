@@ -113,7 +113,8 @@ def test_before_blackwell_many_queues_and_user_buffers_exclude_each_other() -> N
 
 
 def test_a_login_node_without_gpu_software_hears_of_the_run_alone(tmp_path: Path) -> None:
-    flags = FLAGS.replace("--transformer-impl local ", "") + " --segments 2 --check a100x16-100g"
+    flags = FLAGS.replace("--transformer-impl local ", "")
+    flags += " --position-embedding-type rope --segments 2 --check a100x16-100g"
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}
     timed = [sys.executable, "-X", "importtime", ROOT / "pretrain_gpt.py", *flags.split()]
     done = subprocess.run(

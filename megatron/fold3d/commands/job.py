@@ -14,9 +14,10 @@ from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.commands.training_words import not_counted
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.job_sizes import stage_layers
+from megatron.fold3d.config.job_sizes import stage_layers, uneven_ranks
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.refusals import delta_param_gather
+from megatron.fold3d.config.run_flags import stock_group_problems
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.plan.choice import file_of, stock_schedule
 from megatron.fold3d.plan.files import read_plan
@@ -118,7 +119,7 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
         _take_sizes(args, read_plan(file))
     if args.layers == AUTO and said.shape is not None:
         args.pipeline_model_parallel_layout = layout_of(_even(args, said.shape.num_layers))
-    args.micro_batch_size = args.micro_batch_size or 1
+    args.micro_batch_size = 1 if args.micro_batch_size is None else args.micro_batch_size
     read_config(args)  # which refuses sizes below one
     for name, value in megatron_defaults(args).items():
         if getattr(args, name) is None:
@@ -135,9 +136,13 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
             f"{args.micro_batch_size} on {args.data_parallel_size} replicas: each computes equally "
             f"many micro-batches; give a multiple of {of_all}"
         )
+    if problems := [*stock_group_problems(args, args.data_parallel_size)]:
+        raise ValueError("\n".join(problems))
     config = read_config(args)
     args.virtual_pipeline_model_parallel_size = config.num_segments
     layers = stage_layers(args) if said.shape is not None else ()
+    if layers and min(layers) < 0:
+        raise ValueError(uneven_ranks(args))
     if said.shape is not None and sum(layers) != said.shape.num_layers:
         raise ValueError(
             f"found stages with {','.join(map(str, layers))} layers; together they are the "

@@ -89,6 +89,11 @@ class Described:
         return getattr(self.args, name) if _values(self.words, flag_of(name)) else None
 
     @property
+    def typed_words(self) -> tuple[str, ...]:
+        """The flags that were typed for a command."""
+        return self.words[len(self.own_words) :]
+
+    @property
     def is_job(self) -> bool:
         """Whether these are the flags of a whole training, which has a micro-batch size."""
         names = {word.partition("=")[0] for word in self.own_words}

@@ -413,7 +413,11 @@ class _Reader:
             is_set = name in self.values and not (kind.startswith(":") and not value)
             if kind.endswith("+"):
                 return self._text(word) if is_set else ""
-            return self._text(word) if kind and not is_set else value
+            if kind and not is_set:
+                value = self._text(word)
+                if kind.endswith("="):
+                    self.values[name] = value
+            return value
         else:
             why = "the form of this expansion is not evaluated"
         self.reasons[marker] = why

@@ -112,7 +112,7 @@ def _flags(found: Search, user: Described, cluster: Cluster) -> str:
     """
     own: tuple[str, ...] | None = None
     if user.args.model is None:
-        own = () if user.script else tuple(undecided(user.words))
+        own = tuple(undecided(user.typed_words if user.script else user.words))
     candidate = found.choice.candidate
     return training_flags(user.model(), cluster, candidate, fp16=user.args.fp16, own=own)
 

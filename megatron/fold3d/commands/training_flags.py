@@ -15,14 +15,18 @@ SCATTER_FP32 = "--ddp-reduce-scatter-with-fp32-accumulation"
 # With gradients of 32 bits, which are bf16's default, and of 16.
 _FP16 = ("--fp16 --accumulate-allreduce-grads-in-fp32", "--fp16")
 _BF16 = ("--bf16", "--bf16 --grad-reduce-in-bf16")
-# What the planner decides, in the flags of Megatron and of ours.
-_DECIDED = frozenset(
+# What the user decides, and an answer repeats.
+_REPEATED = frozenset(
     (
-        *("bf16", "fp16", "accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16"),
-        *(LOCAL_FP32[2:], SCATTER_FP32[2:]),
+        *("bf16", "fp16", "fp32", "accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16"),
+        *(LOCAL_FP32[2:], SCATTER_FP32[2:], "global-batch-size"),
+    )
+)
+CHOSEN = frozenset(
+    (
         *("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"),
         *("expert-model-parallel-size", "expert-tensor-parallel-size", "use-tp-pp-dp-mapping"),
-        *("micro-batch-size", "global-batch-size", "sequence-parallel"),
+        *("micro-batch-size", "sequence-parallel"),
         *("recompute-activations", "recompute-granularity", "recompute-method"),
         *("recompute-num-layers", "recompute-modules", "recompute-layers"),
         *("pipeline-model-parallel-layout", "num-virtual-stages-per-pipeline-rank"),
@@ -33,9 +37,10 @@ _DECIDED = frozenset(
         *("use-distributed-optimizer", "overlap-param-gather", "no-align-grad-reduce"),
         "num-distributed-optimizer-instances",
         *("schedule", "segments", "shard-segments", "preemptive-comm", "offload-activations"),
-        *("model", "tp", "pp", "dp", "microbatches", "layers", "recompute", "fp32"),
+        *("model", "tp", "pp", "dp", "microbatches", "layers", "recompute"),
     )
 )
+"""What the planner decides, in the flags of Megatron and of ours."""
 
 
 def check_trains(shape: ModelShape) -> None:
@@ -90,7 +95,7 @@ def sums_of(setup: Setup) -> Iterator[str]:
 
 def undecided(words: Iterable[str]) -> Iterator[str]:
     """Yield a user's flags with their values, without those that the planner decides."""
-    return without(words, _DECIDED)
+    return without(words, CHOSEN | _REPEATED)
 
 
 def without(words: Iterable[str], names: Container[str]) -> Iterator[str]:
@@ -100,7 +105,7 @@ def without(words: Iterable[str], names: Container[str]) -> Iterator[str]:
 
 def to_drop(words: Iterable[str], flags: str) -> Iterable[str]:
     """Return the names of flags in a script that the planner decides and has not in ``flags``."""
-    own = _DECIDED - {name for name, _ in _by_flag(flags.split())}
+    own = (CHOSEN | _REPEATED) - {name for name, _ in _by_flag(flags.split())}
     return dict.fromkeys(f"--{name}" for name, _ in _by_flag(words) if name in own)
 
 

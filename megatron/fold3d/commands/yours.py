@@ -19,6 +19,8 @@ from megatron.fold3d.commands.job import (
     run_of,
 )
 from megatron.fold3d.commands.megatron_flags import Described, described
+from megatron.fold3d.commands.training_flags import CHOSEN, without
+from megatron.fold3d.commands.training_words import unread
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
@@ -63,8 +65,13 @@ class Yours:
 
 
 def yours(user: Described, cluster: Cluster) -> tuple[Yours | None, tuple[str, ...]]:
-    """Return the run of a user's own flags on all of a cluster's GPUs, and what to note of it."""
-    own = described(user.own_words, script=user.script)
+    """Return the run of a user's own flags on all of a cluster's GPUs, and what to note of it.
+
+    A typed flag counts too, unless it is a size for the search that the user's flags have as well.
+    """
+    known = CHOSEN - {flag.removeprefix("--") for flag in unread(user.own_words, ())}
+    typed = [*without(user.typed_words, known)]
+    own = described(user.own_words, typed=typed, script=user.script)
     own.args.cuda_device_max_connections = str(default_queues(own.args, cluster))
     try:
         config, shape = config_of(own, cluster), own.model()

@@ -16,9 +16,9 @@ from megatron.fold3d.config.job_sizes import size_problems, written_out
 from megatron.fold3d.config.refusals import refused, value_of
 from megatron.fold3d.config.run_folders import folder_problems, format_problems
 from megatron.fold3d.config.schedule_flags import word_of
+from megatron.fold3d.config.segment_flags import num_segments
 from megatron.fold3d.config.settings import asked
-from megatron.fold3d.config.spelling import flag_of, typed
-from megatron.fold3d.plan.schedule_word import AUTO
+from megatron.fold3d.config.spelling import flag_of
 
 # Attributes of Megatron's namespace; each is named as its flag.
 _NEEDED = {
@@ -200,7 +200,7 @@ def _ranks(args: Namespace) -> Iterator[str]:
         )
         return
     replicas, batch = world // model, args.global_batch_size
-    yield from _stock_group_problems(args, replicas)
+    yield from stock_group_problems(args, replicas)
     if batch is None or args.micro_batch_size is None or args.decrease_batch_size_if_needed:
         return
     if batch % (at_once := args.micro_batch_size * replicas):
@@ -211,13 +211,13 @@ def _ranks(args: Namespace) -> Iterator[str]:
         )
 
 
-def _stock_group_problems(args: Namespace, replicas: int) -> Iterator[str]:
+def stock_group_problems(args: Namespace, replicas: int) -> Iterator[str]:
     """Yield one message if stock's interleaved schedule cannot run the number of micro-batches."""
-    ranks, segments, size = args.pipeline_model_parallel_size, args.segments, args.micro_batch_size
-    is_stocks = word_of(args).order == "stock" and segments not in (None, AUTO, 1)
+    ranks, size = args.pipeline_model_parallel_size, args.micro_batch_size
+    is_stocks = word_of(args).order == "stock" and num_segments(args) > 1
     if not is_stocks or ranks == 1 or size is None:
         return
-    found = f"{typed(flag_of('segments'), segments)} with --schedule stock"
+    found = f"{num_segments(args)} segments with --schedule stock"
     group = args.microbatch_group_size_per_vp_stage or ranks
     if group < ranks:
         yield (

@@ -179,7 +179,8 @@ def prepare(
     patched.enter_context(fold3d_patches.install_platform(device))
     if checks and lacks_gpu:
         is_blackwell = known is not None and known.is_blackwell  # unknown GPUs count as older
-        patched.enter_context(apply(absent_gpu(is_blackwell)))
+        has_engine = args.transformer_impl == "transformer_engine"  # or the answer says otherwise
+        patched.enter_context(apply(absent_gpu(is_blackwell, has_engine=has_engine)))
     with nullcontext() if not checks else redirect_stdout(io.StringIO()):  # 800 lines of flags
         args = parse_and_validate_args(
             add_all, ignore_unknown_args, defaults | megatron_defaults(args)

@@ -19,12 +19,13 @@ from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.best_first import BestFirst
 from megatron.fold3d.predict.search.bounds import exact_bytes
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
-from megatron.fold3d.predict.search.candidates import Candidate, candidates
+from megatron.fold3d.predict.search.candidates import Candidate, candidates, group_sizes
 from megatron.fold3d.predict.search.neighbours import in_16_bits, neighbours, recomputed_and_paired
 from megatron.fold3d.predict.search.planner import (
     _sharded_variants,
     _varied,
     search,
+    strongest_stock,
 )
 from megatron.fold3d.predict.search.search_result import WORTHWHILE
 from tests.predict.paper.published import A100, QUEUE_PER_STREAM
@@ -205,6 +206,37 @@ def test_the_search_finds_the_fastest_of_all():
     assert found.best_stock is not None
     assert found.best_stock.iteration_s <= stock
     assert len(found.tried) < len(all_) / 2
+
+
+def test_a_last_group_of_stock_has_a_micro_batch_for_each_rank():
+    sizes = {(2, 5): [3, 5], (4, 7): [7], (4, 9): [5, 9], (4, 10): [5, 10], (4, 16): [4, 8, 16]}
+    assert {each: group_sizes(*each) for each in sizes} == sizes
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_strongest_stock_has_the_best_number_of_segments_with_the_best_group(size: int):
+    shape, gpus = model_shape("31-4096-32"), cluster("a100x8")
+    given = {"num_ranks": 2, "tensor_parallel": 2, "data_parallel": 2, "microbatch_size": size}
+    stock = [c for c in candidates(shape, gpus, 20, given) if c.is_stock]
+    strongest = strongest_stock(shape, gpus, stock[0])
+    assert strongest is not None
+    judge = BestFirst(shape, gpus)
+    for c in stock:
+        for group in group_sizes(2, c.num_microbatches) if c.num_segments > 1 else ():
+            item = judge.bounded(c.with_options(group=group))
+            if judge.fits(item):
+                assert strongest.iteration_s <= judge.simulated(item).iteration_s
+
+
+def test_stock_of_any_layout_is_as_fast_as_in_a_layout_that_gains_from_the_order_of_ranks():
+    shape, gpus = model_shape("16-2048-16"), cluster("a100-80gx32-100g")
+    given = {"num_ranks": 2, "tensor_parallel": 1, "microbatch_size": 4}
+    alike = strongest_stock(shape, gpus, next(candidates(shape, gpus, 512, given)))
+    found = search(shape, gpus, global_batch_size=512, top=1)
+    assert alike is not None
+    assert alike.candidate.setup.order == "tp-pp-dp"
+    assert found.best_stock is not None
+    assert found.best_stock.iteration_s <= alike.iteration_s
 
 
 def test_sizes_given_to_the_search_stay_as_given():

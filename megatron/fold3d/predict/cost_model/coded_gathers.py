@@ -7,7 +7,7 @@ more steps: 4 layers of hidden size 256, learning rates from 3e-5 to 6e-4, devia
 0.02. Its error is at most 0.2 bits. First steps take 1 to 2.5 bits more, grown parameters fewer.
 """
 
-from math import log2
+from math import inf, log2
 
 _SCALE, _POWER = 116, 0.87
 _LONGEST = 0.4
@@ -22,5 +22,13 @@ def coded_bits(learning_rate: float, deviation: float) -> float:
     Args:
         learning_rate: the training's highest rate, near which it stays longest.
         deviation: the standard deviation of initial parameters.
+
+    Raises:
+        ValueError: one of them cannot be.
     """
+    if not (0 <= learning_rate < inf and 0 < deviation < inf):
+        raise ValueError(
+            f"--lr {learning_rate} and --init-method-std {deviation}: no rate is below zero, and "
+            "deviations are above it; give other numbers"
+        )
     return 1 + log2(1 + _SCALE * (learning_rate / deviation) ** _POWER) + _LONGEST

@@ -302,7 +302,9 @@ def _of_segments(
     in_groups = segments > 1 and microbatches > ranks
     choices = [plain] if segments == 1 or microbatches % ranks == 0 else []
     if in_groups:
-        choices.append(replace(plain, group=microbatches))
+        sizes = group_sizes(ranks, microbatches)
+        ends = sizes[-1:] if choices else dict.fromkeys((sizes[0], sizes[-1]))
+        choices += (replace(plain, group=size) for size in ends)
     if ranks > 1:
         choices.append(Choice.plain("aiao", segments))
         if in_groups:
@@ -329,6 +331,21 @@ def _of_segments(
                 if not each.is_stock:
                     yield each.changed(step="next")
                 yield replace(each, setup=sharded)
+
+
+def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
+    """Return sizes of groups of micro-batches that stock runs, from the smallest to all of them.
+
+    A size divides the micro-batches. If the ranks do not, a size may also leave a smaller last
+    group, in which Megatron demands a micro-batch for each rank.
+    """
+
+    def may_be(size: int) -> bool:
+        groups, rest = -(-num_microbatches // size), num_microbatches % size
+        is_most_even = size == -(-num_microbatches // groups)
+        return not rest or (num_microbatches % num_ranks > 0 and rest >= num_ranks and is_most_even)
+
+    return [size for size in range(num_ranks, num_microbatches + 1) if may_be(size)]
 
 
 def _choices[T](all_: Iterable[T], given: T | None) -> list[T]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from megatron.fold3d.plan.schedule_word import Segments
 from megatron.fold3d.predict.cost_model.sizes import Order
-from megatron.fold3d.predict.search.candidates import Assumption, Candidate
+from megatron.fold3d.predict.search.candidates import Assumption, Candidate, group_sizes
 
 
 def neighbours(
@@ -17,7 +17,7 @@ def neighbours(
     yield from with_other_sums(candidate)
     yield from _with_other_forwards_ahead(candidate)
     yield from recomputed_and_paired(candidate, assumed)
-    yield from _in_other_rank_order(candidate)
+    yield from in_other_rank_order(candidate)
     if "delay-weight-grads" in assumed and candidate.shards == "off":
         yield from _with_placed_weight_grads(candidate)
         yield from _with_delayed_weight_grads(candidate)
@@ -44,8 +44,8 @@ def _with_other_groups(candidate: Candidate) -> Iterator[Candidate]:
     """Yield other sizes of groups, between one micro-batch per rank and all micro-batches."""
     ranks, microbatches = candidate.num_ranks, candidate.num_microbatches
     if candidate.schedule == "interleaved":
-        for size in range(ranks + 1, microbatches):
-            if microbatches % size == 0:
+        for size in group_sizes(ranks, microbatches):
+            if ranks < size < microbatches:
                 yield candidate.with_options(group=size)
 
 
@@ -86,7 +86,7 @@ def _with_other_forwards_ahead(candidate: Candidate) -> Iterator[Candidate]:
     yield candidate.with_options(ahead=3)
 
 
-def _in_other_rank_order(candidate: Candidate) -> Iterator[Candidate]:
+def in_other_rank_order(candidate: Candidate) -> Iterator[Candidate]:
     """Yield the candidate in the other order of pipeline ranks and replicas: see `Order`."""
     setup = candidate.setup
     if candidate.num_ranks > 1 and setup.data_parallel > 1:

@@ -33,6 +33,7 @@ from megatron.fold3d.predict.search.candidates import FREE, Assumption, Candidat
 from megatron.fold3d.predict.search.infeasible import no_fit_message, no_split_message
 from megatron.fold3d.predict.search.neighbours import (
     in_16_bits,
+    in_other_rank_order,
     neighbours,
     recomputed_and_paired,
     with_coded_gathers,
@@ -79,6 +80,12 @@ def search(
         ]
         if not everything:
             raise ValueError(no_split_message(shape, cluster, global_batch_size, given))
+        everything += [
+            judge.bounded(other)
+            for item in everything
+            for other in in_other_rank_order(item.candidate)
+            if judge.can_place(other) and not judge.differ_only_in_rank_order(other, item.candidate)
+        ]
         if "offload" not in assumed:
             everything += map(judge.bounded, _offload_variants(everything, judge.fits))
         everything += [*_sharded_variants(everything, judge)]
@@ -87,6 +94,7 @@ def search(
         kept = max(top, _MOST_IMPROVED)  # so that the answer is the same for every `top`
         best = judge.best(fitting, kept)
         stock = judge.fastest(fitting, of_stock=True)
+        stock = stock and _strongest_stock(judge, stock[0].candidate, plain)
         if not best:
             raise ValueError(
                 no_fit_message(
@@ -106,6 +114,7 @@ def search(
             and (other.choice.group == choice.candidate.choice.group or judge.is_affordable(other))
             and not judge.differ_only_in_rank_order(other, choice.candidate)
         )
+        others |= dict.fromkeys(choice.candidate for choice in stock)
         others |= dict.fromkeys(_replicated_variants(best[:_MOST_IMPROVED], tied=not shape.untied))
         if "recompute-layers" in assumed:
             for counted in _with_fewer_recomputed(judge, fitting):
@@ -139,12 +148,11 @@ def search(
             coded=_varied(judge, (*best[:_MOST_IMPROVED], *stock), fitting, coded),
             tried=tuple(judge.judged.values()),
         )
-        chosen = found.ours
-        return replace(
-            found,
-            same_layout=chosen and _strongest_stock(judge, chosen.candidate, plain),
-            many_queues_s=_with_many_queues(judge, found.choice.candidate),
-        )
+        if chosen := found.ours:
+            alike = _strongest_stock(judge, chosen.candidate, plain)
+            strongest = min((*stock, *alike), key=lambda choice: choice.iteration_s, default=None)
+            found = replace(found, best_stock=strongest, same_layout=next(iter(alike), None))
+        return replace(found, many_queues_s=_with_many_queues(judge, found.choice.candidate))
 
 
 def strongest_stock(shape: ModelShape, cluster: Cluster, ours: Candidate) -> JudgedCandidate | None:
@@ -154,14 +162,15 @@ def strongest_stock(shape: ModelShape, cluster: Cluster, ours: Candidate) -> Jud
     and optimizer are searched, as in `search`.
     """
     setup = ours.setup
-    plain = replace(setup, distributed_optimizer=False, gathered_bits=0.0, order=Setup().order)
-    given = asdict(plain) | {"num_ranks": ours.num_ranks}
+    bare = replace(setup, distributed_optimizer=False, gathered_bits=0.0, order=Setup().order)
+    given = asdict(bare) | {"num_ranks": ours.num_ranks}
     del given["recompute"]
     batch = ours.num_microbatches * setup.data_parallel * setup.microbatch_size
     judge = BestFirst(shape, cluster)
     of_stock = (c for c in candidates(shape, cluster, batch, given) if c.is_stock)
     found = map(judge.bounded, filter(judge.can_place, of_stock))
-    return _strongest_stock(judge, ours, _without_slower_recomputation(filter(judge.fits, found)))
+    plain = _without_slower_recomputation(filter(judge.fits, found))
+    return next(iter(_strongest_stock(judge, ours, plain)), None)
 
 
 def judged(shape: ModelShape, cluster: Cluster, candidate: Candidate) -> JudgedCandidate:
@@ -242,19 +251,23 @@ def _with_fewer_recomputed(judge: BestFirst, among: Sequence[Bounded]) -> Iterat
 
 def _strongest_stock(
     judge: BestFirst, ours: Candidate, among: Iterable[Bounded]
-) -> JudgedCandidate | None:
-    """Return the fastest of stock's candidates, and of their variations, in the layout of ours."""
-    alike = [item for item in among if item.candidate.layout == ours.layout]
-    others = (
-        other
-        for choice in judge.fastest(alike, of_stock=True)
-        for other in neighbours(choice.candidate, judge.shape.num_layers)
-        if judge.can_place(other) and judge.is_affordable(other)
-    )
-    alike += filter(judge.fits, map(judge.bounded, dict.fromkeys(others)))
+) -> tuple[JudgedCandidate, ...]:
+    """Return the fastest of stock's candidates, and of their variations, in the layout of ours.
+
+    It is one or none; the fastest variation is varied once more.
+    """
+    alike = [b for b in among if b.candidate.is_stock and b.candidate.layout == ours.layout]
+
+    def varied(those: Iterable[Candidate]) -> Iterator[Bounded]:
+        others = (o for c in those for o in neighbours(c, judge.shape.num_layers))
+        found = (o for o in others if judge.can_place(o) and judge.is_affordable(o))
+        return filter(judge.fits, map(judge.bounded, dict.fromkeys(found)))
+
+    alike += [*varied(item.candidate for item in alike)]
+    alike += [*varied(choice.candidate for choice in judge.fastest(alike, of_stock=True))]
     for choice in judge.fastest(alike, of_stock=True):
         alike += map(judge.bounded, _partitioned(judge, choice))
-    return next(iter(judge.fastest(alike, of_stock=True)), None)
+    return judge.fastest(alike, of_stock=True)
 
 
 def _with_many_queues(judge: BestFirst, candidate: Candidate) -> tuple[float, float] | None:
