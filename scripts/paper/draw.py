@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
-from megatron.fold3d.commands.pictures import Bar, plot_bars, plot_losses
+from megatron.fold3d.commands.pictures import plot_losses
 from megatron.fold3d.observe.report.palette import PLAIN, SERIES, color
+from scripts.paper.bars import Bar, plot_bars
 from scripts.paper.results import Grid, Number, Result
 
 _SYSTEMS = ("fold3d", "megatron", "dspeed3d", "zero3")
