@@ -7,7 +7,6 @@ the folder has one for each time, ``round-1`` and so on.
 import glob
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, chain
 from math import inf
 from pathlib import Path
@@ -205,7 +204,7 @@ def _logs_beside(folder: Path) -> list[Path]:
     return _logs(folder.parent, _LOGS if folder.name == "trace" else of_name)
 
 
-def speed_ratio(first: Run, second: Run) -> Ratio:
+def _speed_ratio(first: Run, second: Run) -> Ratio:
     """Return by how much the second run's samples per second exceed the first's.
 
     If a line does not give its number of samples, all iterations count as equally large.
@@ -229,21 +228,10 @@ def speed_ratio(first: Run, second: Run) -> Ratio:
     return Ratio(median(rates[1]) / median(rates[0]), low, high)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The speed of the last of several runs, against each of the others.
-
-    Attributes:
-        runs: at least two; all of them have timed iterations.
-    """
-
-    runs: tuple[Run, ...]
-
-    @cached_property
-    def ratios(self) -> tuple[Ratio, ...]:
-        """How many times as fast the last run is as each of the others, in their order."""
-        *others, last = self.runs
-        return tuple(speed_ratio(other, last) for other in others)
+def speed_ratios(runs: Sequence[Run]) -> tuple[Ratio, ...]:
+    """Return how many times as fast the last run is as each of the others, in their order."""
+    *others, last = runs
+    return tuple(_speed_ratio(other, last) for other in others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
