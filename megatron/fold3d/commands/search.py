@@ -84,7 +84,7 @@ def run(args: Namespace) -> int:
         given=described.given(cluster),
         assumed=args.assume,
         gathered_bits=coded_bits_of(described.args),
-        progress=Progress("simulated"),
+        progress=Progress(),
     )
     own, notes = yours(described, cluster) if described.is_job else (None, ())
     if args.plot is not None:
