@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from megatron.fold3d.config.bucket_flags import (
     cuts_every_segment,
-    gathers_by_plan,
     has_one_queue,
     place_problems,
     reduces_early,
@@ -140,7 +139,9 @@ def _job(args: Namespace, num_segments: int) -> Job:
         choice=_choice(args, num_segments),
         num_ranks=args.pipeline_model_parallel_size,
         steps_shards=bool(args.use_distributed_optimizer),
-        gathers_params=gathers_by_plan(args),
+        # DDP's hooks then only wait: `launch.install` lets Megatron align all-gathers, even with
+        # one segment, since unaligned hooks start the all-gather of the next bucket.
+        gathers_params=bool(args.overlap_param_gather),
         shards=args.shard_segments,
         grad_sync="overlap" if args.overlap_grad_reduce else "serial",
         reduces_early=reduces_early(args),
