@@ -16,7 +16,6 @@ from megatron.fold3d.commands.training_flags import (
     sums_of,
     to_drop,
     training_flags,
-    undecided,
 )
 from megatron.fold3d.commands.yours import Yours, yours
 from megatron.fold3d.predict.cost_model.cluster import Cluster
@@ -112,7 +111,7 @@ def _flags(found: Search, user: Described, cluster: Cluster) -> str:
     """
     own: tuple[str, ...] | None = None
     if user.args.model is None:
-        own = () if user.script else tuple(undecided(user.words))
+        own = () if user.script else user.words
     candidate = found.choice.candidate
     return training_flags(user.model(), cluster, candidate, fp16=user.args.fp16, own=own)
 

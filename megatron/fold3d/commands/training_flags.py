@@ -60,7 +60,8 @@ def training_flags(
 
     Args:
         fp16: whether fp16 is the 16-bit type although the cluster has bf16.
-        own: words that say what the planner does not decide, in place of the shape's flags.
+        own: a user's words in place of the shape's flags; those that the planner decides are left
+            out.
 
     Raises:
         ValueError: ``pretrain_gpt.py`` does not train such a model.
@@ -71,7 +72,7 @@ def training_flags(
     if candidate.setup.fp32:
         precision = ""
     flags = [
-        *map(quote, shape_flags(shape) if own is None else own),
+        *map(quote, shape_flags(shape) if own is None else without(own, _DECIDED)),
         *precision.split(),
         *sums_of(candidate.setup),
         *_split(candidate),
@@ -86,11 +87,6 @@ def sums_of(setup: Setup) -> Iterator[str]:
         yield f"{LOCAL_FP32} all"
     if setup.scatters_in_fp32 and setup.distributed_optimizer:
         yield SCATTER_FP32
-
-
-def undecided(words: Iterable[str]) -> Iterator[str]:
-    """Yield a user's flags with their values, without those that the planner decides."""
-    return without(words, _DECIDED)
 
 
 def without(words: Iterable[str], names: Container[str]) -> Iterator[str]:
