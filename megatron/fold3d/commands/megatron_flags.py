@@ -20,6 +20,7 @@ from megatron.fold3d.commands.training_words import (
     not_counted,
     read_words,
     unread,
+    values_of,
 )
 from megatron.fold3d.config.settings import attribute_of
 from megatron.fold3d.config.spelling import flag_of, typed
@@ -86,13 +87,12 @@ class Described:
 
     def _fixed(self, name: str) -> int | None:
         """Return a size that the flags give; None leaves it to the search."""
-        return getattr(self.args, name) if _values(self.words, flag_of(name)) else None
+        return getattr(self.args, name) if flag_of(name) in values_of(self.words) else None
 
     @property
     def is_job(self) -> bool:
         """Whether these are the flags of a whole training, which has a micro-batch size."""
-        names = {word.partition("=")[0] for word in self.own_words}
-        return self.script is not None or "--micro-batch-size" in names
+        return self.script is not None or "--micro-batch-size" in values_of(self.own_words)
 
     def model(self) -> ModelShape:
         """Return the model.
@@ -343,10 +343,11 @@ def _assumed(args: Namespace, words: Sequence[str], typed_: Namespace) -> Iterat
     if args.fp8 or args.fp4:
         yield "fp8 and fp4 compute as fast as 16 bits"
     sizes = {"--tp": "--tensor-model-parallel-size", "--pp": "--pipeline-model-parallel-size"}
+    values = values_of(words)
     chosen = {
-        short: f"{name} {values[-1]}"
+        short: f"{name} {values[name][-1]}"
         for short, name in sizes.items()
-        if (values := _values(words, name)) and getattr(typed_, short[2:]) is None
+        if name in values and getattr(typed_, short[2:]) is None
     }
     if chosen:
         kept = f"{' and '.join(chosen)} {'keeps it' if len(chosen) == 1 else 'keep them'}"
@@ -359,7 +360,7 @@ def _assumed(args: Namespace, words: Sequence[str], typed_: Namespace) -> Iterat
     if own := [flag_of(name) for name in uneven if getattr(args, name)]:
         yield f"the search divides the layers itself, instead of {' and '.join(own)}"
     for name in _ALONE:
-        if len({*_values(words, name)}) > 1:
+        if len({*values.get(name, ())}) > 1:
             yield f"{name} is there several times; the last counts"
     shared = {
         "context_parallel_size": 1,
@@ -372,13 +373,6 @@ def _assumed(args: Namespace, words: Sequence[str], typed_: Namespace) -> Iterat
         if getattr(args, name) != default
     ]:
         yield f"{' and '.join(fixed)} stay as they are"
-
-
-def _values(words: Sequence[str], flag: str) -> list[str]:
-    """Return the values of a flag that may be given several times, of which the last counts."""
-    pairs = zip(words, (*words[1:], ""), strict=True)
-    split = ((*word.partition("="), following) for word, following in pairs)
-    return [value if equals else after for name, equals, value, after in split if name == flag]
 
 
 def _in_words(shape: ModelShape) -> str:
