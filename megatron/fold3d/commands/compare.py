@@ -22,10 +22,10 @@ from megatron.fold3d.commands.console import (
 )
 from megatron.fold3d.commands.pictures import NO_PICTURE, plot_losses
 from megatron.fold3d.commands.timeline_picture import draw
-from megatron.fold3d.observe.breakdown import Breakdown, table_ii
+from megatron.fold3d.observe.breakdown import Breakdown, View, table_ii
 from megatron.fold3d.observe.digits import milliseconds
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.observe.report.page import View, page
+from megatron.fold3d.observe.report.page import page
 from megatron.fold3d.observe.runs import (
     Ratio,
     Run,
@@ -232,7 +232,7 @@ def time_lines(runs: Sequence[Run]) -> Iterator[str]:
     if traceless := _traceless(runs):
         yield f"no trace of {traceless}: where the time went shows with --trace DIR"
         return
-    titles, times_s = table_ii(*(run.row.iteration for run in runs if run.row))
+    titles, times_s = table_ii(*(run.traced.row.iteration for run in runs if run.traced))
     *letters, last = (run.name.partition(" ")[0] for run in runs)
     rows = [("ms", *titles)]
     for run, own_s in zip(runs, times_s, strict=True):
@@ -245,7 +245,7 @@ def time_lines(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _traceless(runs: Sequence[Run]) -> str:
-    return _all_of([run.name for run in runs if run.timeline is None])
+    return _all_of([run.name for run in runs if run.traced is None])
 
 
 def _all_of(names: Sequence[str]) -> str:
@@ -259,7 +259,7 @@ def _speed(run: Run) -> dict[str, float | None]:
     samples = [row.batch_size for row in rows if row.batch_size is not None]
     tflops = [row.tflops for row in rows if row.tflops is not None]
     whole = len(samples) == len(rows) and rows
-    traced = run.row or Breakdown(of_rank=(Exposure(),))
+    traced = run.traced.row if run.traced else Breakdown(of_rank=(Exposure(),))
     model = fmean(tflops) if tflops else None
     hardware = traced.flops and traced.flops.hardware / 1e12
     if traced.flops is not None and model is not None:  # as much more as in the trace
@@ -304,11 +304,7 @@ def _title(runs: Sequence[Run], ratios: Sequence[Ratio]) -> str:
 def _views(runs: Sequence[Run], flag: str) -> list[View]:
     if traceless := _traceless(runs):
         raise ValueError(f"{flag}: no trace of {traceless}; train with --trace DIR")
-    return [
-        View(name=run.name, timeline=run.timeline, row=run.row)
-        for run in runs
-        if run.timeline and run.row
-    ]
+    return [run.traced for run in runs if run.traced]
 
 
 def _as_json(runs: Sequence[Run], ratios: Sequence[Ratio]) -> dict[str, Any]:
@@ -324,7 +320,7 @@ def _as_json(runs: Sequence[Run], ratios: Sequence[Ratio]) -> dict[str, Any]:
                 if run.times_s
                 else None,
                 **_speed(run),
-                "exposure": run.row.iteration._asdict() if run.row else None,
+                "exposure": run.traced.row.iteration._asdict() if run.traced else None,
             }
             for run in runs
         ],

@@ -8,11 +8,11 @@ from typing import Any
 from megatron.fold3d.commands.console import OK, REJECTED, complain, faster, lettered, table
 from megatron.fold3d.commands.plan_sizes import in_words, sizes
 from megatron.fold3d.commands.training_flags import layout_of
-from megatron.fold3d.observe.breakdown import Breakdown, Flops, table_ii
+from megatron.fold3d.observe.breakdown import Breakdown, Flops, View, table_ii
 from megatron.fold3d.observe.digits import digits, seconds
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.report.grid import to_text
-from megatron.fold3d.observe.report.page import View, page
+from megatron.fold3d.observe.report.page import page
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.predict.cost_model.cluster import Cluster

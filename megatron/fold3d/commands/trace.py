@@ -10,10 +10,10 @@ from pathlib import Path
 from megatron.fold3d.commands.console import OK, complain, table, write
 from megatron.fold3d.commands.cost_sources import costs_from
 from megatron.fold3d.commands.plan_sizes import in_words
-from megatron.fold3d.observe.breakdown import Breakdown, exposure_of_ranks, measured, table_ii
+from megatron.fold3d.observe.breakdown import Breakdown, View, exposure_of_ranks, measured, table_ii
 from megatron.fold3d.observe.digits import milliseconds
 from megatron.fold3d.observe.report.chrome import to_chrome
-from megatron.fold3d.observe.report.page import View, page
+from megatron.fold3d.observe.report.page import page
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.observe.trace_files import CLOCKS, RankTrace, pipeline, read_ranks
 from megatron.fold3d.observe.trace_timeline import to_timeline

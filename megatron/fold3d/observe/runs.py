@@ -13,8 +13,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from megatron.fold3d.observe.breakdown import Breakdown, measured
-from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.observe.breakdown import View, measured
 from megatron.fold3d.observe.trace_files import pipeline, read_ranks
 from megatron.fold3d.observe.trace_timeline import to_timeline
 from megatron.fold3d.observe.training_log import (
@@ -42,16 +41,14 @@ class Run:
     Attributes:
         rounds: the lines of its log, each iteration once, in order; for each time that it ran.
         warmup: how many of the first iterations are not timed, such as trials of ``auto``.
-        timeline: the timeline of its traced iterations, if there are any.
-        row: what the traces say beside the timeline.
+        traced: its traced iterations, if there are any.
         flags: the values of Megatron's flags that the log lists.
     """
 
     name: str
     rounds: tuple[tuple[LoggedIteration, ...], ...]
     warmup: int
-    timeline: Timeline | None
-    row: Breakdown | None = None
+    traced: View | None
     flags: Mapping[str, str] = field(default_factory=dict)
     shares_cores: bool = False
 
@@ -126,14 +123,15 @@ def read_run(path: Path, name: str, warmup: int) -> Run:
             f"{path}: found no line with 'elapsed time per iteration' and no trace; give the "
             "output of a training run, or a folder with it and what --trace wrote"
         )
-    ranks = read_ranks(traces[-1]) if traces else ()
-    timeline = to_timeline(pipeline(ranks)) if ranks else None
+    ranks, traced = read_ranks(traces[-1]) if traces else (), None
+    if ranks:
+        timeline = to_timeline(pipeline(ranks))
+        traced = View(name=name, timeline=timeline, row=measured(ranks, timeline))
     return Run(
         name=name,
         rounds=tuple(rounds),
         warmup=warmup,
-        timeline=timeline,
-        row=measured(ranks, timeline) if timeline else None,
+        traced=traced,
         flags=arguments(text),
         shares_cores=any(rank.shares_cores for rank in ranks),
     )

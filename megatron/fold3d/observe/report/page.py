@@ -5,7 +5,6 @@ scripts in `web` draw the diagram from the spans, which are embedded as columns.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
 from itertools import chain
 from json import JSONEncoder
@@ -13,11 +12,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from megatron.fold3d.observe.breakdown import COLUMNS, Breakdown, table_ii
+from megatron.fold3d.observe.breakdown import COLUMNS, Breakdown, View, table_ii
 from megatron.fold3d.observe.critical_path import PathStep, critical_path, path_seconds
-from megatron.fold3d.observe.digits import digits, milliseconds, seconds
 from megatron.fold3d.observe.report.palette import DARK_TEXT, color, shades, text_on
-from megatron.fold3d.observe.timeline import Lane, Timeline, by_row, queued
+from megatron.fold3d.observe.timeline import Lane, by_row, queued
 from megatron.fold3d.plan.ir import gc_paused
 from megatron.fold3d.plan.ops import TABLE
 
@@ -36,24 +34,6 @@ _ALIGN = (
     "Align iterations</button>"
 )
 _PATH_NAMES = {**COLUMNS, "idle_s": "idle"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """One run on the page, such as the measured one, and its row of Table II."""
-
-    name: str
-    timeline: Timeline
-    row: Breakdown
-    is_predicted: bool = False
-
-    def ms(self, time_s: float) -> str:
-        """Return milliseconds with the digits that are known."""
-        return digits(1e3 * time_s) if self.is_predicted else milliseconds(time_s)
-
-    def time(self, time_s: float) -> str:
-        """Return a time with its unit and the digits that are known."""
-        return seconds(time_s) if self.is_predicted else f"{milliseconds(time_s)} ms"
 
 
 @gc_paused()
