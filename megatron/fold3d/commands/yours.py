@@ -114,38 +114,32 @@ def _tried_alone(
 def _variants(args: Namespace, own: Candidate, num_layers: int) -> Iterator[tuple[str, Candidate]]:
     """Yield flags, and the run with them; several whose first flag is the same are its numbers."""
     sums, gathers = args.overlap_grad_reduce, args.overlap_param_gather
-    given = {"overlaps": sums, "gathers": gathers}
-    for flags, other, overlaps in (
-        *((*variant, given) for variant in _with_other_setup(args, own)),
-        *((*variant, given) for variant in _with_other_order(own, num_layers)),
-        *_with_overlaps(own, sums=sums, gathers=gathers),
-    ):
-        yield flags, as_run(other, **overlaps)
+    for flags, other in (*_with_other_setup(args, own), *_with_other_order(own, num_layers)):
+        yield flags, as_run(other, overlaps=sums, gathers=gathers)
+    yield from _with_overlaps(own, sums=sums, gathers=gathers)
 
 
-def _with_overlaps(
-    own: Candidate, *, sums: bool, gathers: bool
-) -> Iterator[tuple[str, Candidate, dict[str, bool]]]:
+def _with_overlaps(own: Candidate, *, sums: bool, gathers: bool) -> Iterator[tuple[str, Candidate]]:
     """Yield the distributed optimizer, and overlaps of DP.sync with computation."""
     setup = own.setup
     if setup.most_replicas == 1:
         return
     if not sums:
-        yield "--overlap-grad-reduce", own, {"overlaps": True, "gathers": gathers}
-    both = {"overlaps": True, "gathers": True}
+        yield "--overlap-grad-reduce", as_run(own, overlaps=True, gathers=gathers)
     for other in with_other_sums(own) if sums else ():
         flags = "" if other.aligned else "--no-align-grad-reduce"
         if (instances := other.setup.optimizer_instances) > 1:
             flags = f"--num-distributed-optimizer-instances {instances} {flags}".strip()
-        yield flags, other, {"overlaps": True, "gathers": gathers}
+        yield flags, as_run(other, overlaps=True, gathers=gathers)
     more = "" if sums else " --overlap-grad-reduce"  # which Megatron asks for
     if setup.distributed_optimizer and not gathers:
-        yield f"--overlap-param-gather{more}", own, both
+        yield f"--overlap-param-gather{more}", as_run(own, overlaps=True, gathers=True)
     if not setup.distributed_optimizer:
         flag = "--use-distributed-optimizer"
         sharded = replace(own, setup=replace(setup, distributed_optimizer=True))
-        yield flag, sharded, {"overlaps": sums, "gathers": False}
-        yield f"{flag} --overlap-param-gather{more}", sharded, both
+        yield flag, as_run(sharded, overlaps=sums, gathers=False)
+        both = as_run(sharded, overlaps=True, gathers=True)
+        yield f"{flag} --overlap-param-gather{more}", both
 
 
 def _with_other_setup(args: Namespace, own: Candidate) -> Iterator[tuple[str, Candidate]]:
