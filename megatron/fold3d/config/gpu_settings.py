@@ -28,10 +28,6 @@ TOO_FEW_CONNECTIONS = (
 
 _ON = ("1", "y", "yes", "t", "true", "detail")  # values that torch reads as true
 _WAITS = "the host would wait for every transfer and reduction, and nothing would overlap"
-_TIMED = (
-    "with CUDA_DEVICE_MAX_CONNECTIONS=1: NCCL's collectives would have events with timing, and "
-    "computation would not start before these have passed"
-)
 _NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # on with any value
 _BLOCKING = {
     "CUDA_LAUNCH_BLOCKING": "a receive that is posted early would hold the host, which then never "
@@ -48,7 +44,8 @@ _TIMING = dict.fromkeys(
         *("TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING"),
         *("TORCH_NCCL_DESYNC_DEBUG", "NCCL_DESYNC_DEBUG"),
     ),
-    _TIMED,
+    "with CUDA_DEVICE_MAX_CONNECTIONS=1: NCCL's collectives would have events with timing, and "
+    "computation would not start before these have passed",
 )
 """The effect of settings where all streams share one hardware queue."""
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
