@@ -84,14 +84,10 @@ def yours(user: Described, cluster: Cluster) -> tuple[Yours | None, tuple[str, .
     not_counted = [*left_out(own.args)]
     if config.choice.order == AUTO:
         not_counted.append("what --schedule auto chooses")
-    if not _fits(found, cluster):
+    if found.device_bytes > cluster.usable_bytes:
         not_counted.append("that it needs more memory than there is")
     notes = (f"not counted in yours: {', '.join(not_counted)}",) if not_counted else ()
     return Yours(run=found, alone=alone, same_layout=alike, coded=with_codes), notes
-
-
-def _fits(run: JudgedCandidate, cluster: Cluster) -> bool:
-    return run.device_bytes <= cluster.usable_bytes
 
 
 def _tried_alone(
@@ -105,8 +101,8 @@ def _tried_alone(
     for flags, candidate in _variants(args, own, shape.num_layers) if own.is_stock else ():
         with suppress(ValueError):  # nodes do not have equal ways through the switches
             run, name = judged(shape, cluster, candidate), flags.partition(" ")[0]
-            known = best.get(name)
-            if _fits(run, cluster) and (not known or run.iteration_s < known.run.iteration_s):
+            known, fits = best.get(name), run.device_bytes <= cluster.usable_bytes
+            if fits and (not known or run.iteration_s < known.run.iteration_s):
                 best[name] = OneFlag(flags, run)
     return tuple(sorted(best.values(), key=lambda one: one.run.iteration_s))
 
