@@ -113,16 +113,13 @@ class Described:
         if args.model is not None:
             return ()
         precision = "fp16" if args.fp16 else "bf16" if args.bf16 else "32 bits"
+        left = ", ".join(not_counted(args))
         return (
             f"read from {self.source}: {_in_words(self.model())}, {args.global_batch_size} "
             f"sequences per iteration, {precision}",
             *(f"assumed: {line}" for line in _assumed(args, self.words, self.typed)),
             *self.remarks,
-            *(
-                [f"not in these estimates: {', '.join(left)}"]
-                if (left := [*not_counted(args)])
-                else ()
-            ),
+            *([f"not in these estimates: {left}"] if left else ()),
         )
 
 
