@@ -109,11 +109,10 @@ def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
         f"--offload-activations {args.offload_activations}": args.offload_activations != "off",
         "--lazy-inter-segment": args.lazy_inter_segment,
     }
-    if (
-        asking := [flag for flag, given in flags.items() if given]
-    ) and not OFFLOAD_LIBRARY.exists():
+    asking = " and ".join(flag for flag, given in flags.items() if given)
+    if asking and not OFFLOAD_LIBRARY.exists():
         yield (
-            f"{' and '.join(asking)} without {OFFLOAD_LIBRARY}: on a GPU this library "
+            f"{asking} without {OFFLOAD_LIBRARY}: on a GPU this library "
             "copies and holds host memory; run: make build-cuda"
         )
 
