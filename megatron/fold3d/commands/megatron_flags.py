@@ -34,14 +34,12 @@ _OF_MODEL = (
     *(*SIZES, *NOT_MODELLED, *LATENT, "num_query_groups", "moe_router_topk", "moe_layer_freq"),
     *("position_embedding_type", "normalization", "softmax_type", "global_batch_size"),
 )
-_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+_NEEDED = (*_SHAPE, "global_batch_size")
 _DEFAULT_VOCABULARY = 51_200
 _TERM = re.compile(r"\[(\d{1,9}(?:, ?\d{1,9})*)\](?: ?\* ?(\d{1,9}))?")
 # Flags that a script should have once.
-_ALONE = (
-    *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
-    *("--global-batch-size", "--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
-)
+_ALONE = (*_NEEDED, "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,8 +197,8 @@ def described(
             setattr(args, name, getattr(shape, field) or None)
         args.bf16 = not (args.fp32 or args.fp16)
         args.untie_embeddings_and_output_weights = shape.untied
-    elif any(getattr(args, name) for name in _NEEDED):
-        missing = [name for name in (*_NEEDED, "global_batch_size") if not getattr(args, name)]
+    elif any(getattr(args, name) for name in _SHAPE):
+        missing = [name for name in _NEEDED if not getattr(args, name)]
         if args.microbatches is not None and missing[-1:] == ["global_batch_size"]:
             missing.pop()
         if missing:
@@ -356,9 +354,9 @@ def _assumed(args: Namespace, words: Sequence[str], typed_: Namespace) -> Iterat
     )
     if own := [flag_of(name) for name in uneven if getattr(args, name)]:
         yield f"the search divides the layers itself, instead of {' and '.join(own)}"
-    for name in _ALONE:
-        if len({*values.get(name, ())}) > 1:
-            yield f"{name} is there several times; the last counts"
+    for flag in map(flag_of, _ALONE):
+        if len({*values.get(flag, ())}) > 1:
+            yield f"{flag} is there several times; the last counts"
     shared = {
         "context_parallel_size": 1,
         "expert_model_parallel_size": 1,
