@@ -65,16 +65,11 @@ def suggestion(words: Iterable[str], known: Iterable[str]) -> str:
 
     A word may also be the beginning of a known one.
     """
-    choices = sorted(known)
-    near = [match for word in words for match in _nearest(word.partition("=")[0], choices)]
+    choices, near = sorted(known), list[str]()
+    for word in (word.partition("=")[0] for word in words):
+        begun = [choice for choice in choices if len(word) > 3 and choice.startswith(word)]
+        near += get_close_matches(word, choices, 1, 0.75) or (begun if len(begun) <= 3 else ())
     return f"; did you mean {', '.join(near)}?" if near else ""
-
-
-def _nearest(word: str, choices: Sequence[str]) -> Sequence[str]:
-    if close := get_close_matches(word, choices, 1, 0.75):
-        return close
-    begun = [choice for choice in choices if len(word) > 3 and choice.startswith(word)]
-    return begun if len(begun) <= 3 else ()
 
 
 class Progress:
