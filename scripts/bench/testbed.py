@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from scripts.bench.processes import Forked, Process, Ranks
 
@@ -109,22 +109,11 @@ class Link:
         yield f"filter add {on} parent 2: protocol ip u32 {_IS_SHORT} flowid 2:1"
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes that a host has put on its link and taken from it, headers included."""
 
     sent_bytes: int
     received_bytes: int
-
-    def __sub__(self, earlier: "Traffic") -> "Traffic":
-        return Traffic(
-            self.sent_bytes - earlier.sent_bytes, self.received_bytes - earlier.received_bytes
-        )
-
-    @property
-    def busier_bytes(self) -> int:
-        """Those of the busier direction."""
-        return max(self.sent_bytes, self.received_bytes)
 
 
 class Testbed:
