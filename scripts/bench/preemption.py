@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     end_on_signals()
     try:
-        check_real_time()  # ranks take it without being asked
+        check_real_time("ranks hurry")
         if extension() is None:
             raise ValueError(
                 "the extension is not built, and without it nothing waits; run: make extension"
