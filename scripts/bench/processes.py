@@ -122,6 +122,12 @@ def hurry(pid: int) -> None:
             os.sched_setscheduler(int(task.name), os.SCHED_RR, os.sched_param(1))
 
 
+def sleep_until(moment_s: float) -> None:
+    """Return at a moment of the monotonic clock, or at once if it is over."""
+    if (left_s := moment_s - time.monotonic()) > 0:
+        time.sleep(left_s)
+
+
 def check_real_time(asked: str) -> None:
     """Find out on this thread whether `hurry`, which something asks for, will work.
 
