@@ -16,7 +16,6 @@ no name; it exists as long as a holder, a process that sleeps in it, or a rank d
 kills holders and ranks when their parent dies.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -32,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from scripts.bench.options import parser_of
 from scripts.bench.processes import Forked, Process, Ranks
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux"}
@@ -404,9 +404,7 @@ def end_on_signals() -> None:
 def main(argv: Sequence[str]) -> int:
     """Run a command on every rank of a testbed; print exit codes and traffic as JSON."""
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="unshaped", help="of each link, say 200mbit")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way, on each link")
