@@ -23,8 +23,8 @@ from tqdm import tqdm
 from megatron.fold3d.commands import compare
 from megatron.fold3d.commands.compare import ARMS
 from megatron.fold3d.commands.console import lettered
-from megatron.fold3d.observe.runs import Comparison, compare_losses, read_run
 from megatron.fold3d.observe.runs import Run as Training
+from megatron.fold3d.observe.runs import compare_losses, read_run, speed_ratios
 from megatron.fold3d.observe.training_log import Spread
 from scripts.bench.runner import Bench, paced, preload
 from scripts.bench.summary import Run
@@ -100,14 +100,14 @@ def main(argv: Sequence[str], job: Job = JOB) -> int:
         runs = train(job, link, args)
     except ValueError as error:
         return refuse("make demo", error)
-    compared = Comparison(runs) if link else None
+    ratios = speed_ratios(runs) if link else ()
     picture, page = args.picture or args.output / "timelines.svg", args.output / "demo.html"
-    picture.write_bytes(compare.timelines_svg(runs, compared))
-    page.write_text(compare.timelines_page(runs, compared), encoding="utf-8")
+    picture.write_bytes(compare.timelines_svg(runs, ratios))
+    page.write_text(compare.timelines_page(runs, ratios), encoding="utf-8")
     print()
     print("\n".join(compare.time_lines(runs)), end="\n\n")
-    if compared:
-        print("\n".join(compare.speed_lines(compared)))
+    if ratios:
+        print("\n".join(compare.speed_lines(runs, ratios)))
     same_layout = runs[1:]  # other layouts add up the norm, and so clip, in another order
     print(f"B and C, {compare.loss_line(same_layout)}")
     print(f"\npicture  {picture}\npage     {page}\nDone in {time.monotonic() - started_s:.0f} s.")

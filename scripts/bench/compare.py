@@ -24,7 +24,7 @@ from pathlib import Path
 from megatron.fold3d.observe import training_log
 from scripts.bench import summary, variants
 from scripts.bench.options import parser_of
-from scripts.bench.processes import RealTimeFlag
+from scripts.bench.processes import check_real_time
 from scripts.bench.runner import Bench, paced, preload
 from scripts.bench.summary import Run
 from scripts.bench.testbed import Link, TestbedError, end_on_signals, parse_rate, refuse
@@ -125,7 +125,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     links.add_argument("--half-ms", type=float, help="of half a layer's forward, in place of both")
     links.add_argument(
         "--real-time",
-        action=RealTimeFlag,
+        action="store_true",
         help="ranks that train go before all other processes, for a machine that is not idle",
     )
     what = parser.add_argument_group("what is compared")
@@ -166,6 +166,8 @@ def main(argv: Sequence[str]) -> int:
                 f"{args.rounds} rounds of {args.iterations} iterations, {args.warmup} left out: "
                 "nothing to time; need a round, and more iterations than are left out"
             )
+        if args.real_time:
+            check_real_time("--real-time")
         bench, chosen = _read(args)
         if args.list:
             print("\n".join(f"{v.name:24} {' '.join(v.flags)}" for v in chosen))

@@ -13,19 +13,17 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
+from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
+from scripts.paper.published_rows import shape_name
 
 _TABLES = Path(__file__).parents[2] / "tests" / "data"
 _PTD_P = {174.6: (96, 12288, 96, 12), 529.6: (105, 20480, 128, 35)}  # layers, hidden, heads, pp
-_MODELS = {"GPT-3 18B": "gpt3-18b", "GPT-3 39B": "gpt3-39b"}
-_GPUS = {"a100": "A100", "v100": "V100"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +54,8 @@ def points() -> list[Point]:
             layers, hidden, heads, ranks = _PTD_P[row["params_B"]]
             sizes = {"layers": layers, "hidden": hidden, "heads": heads, "pp": ranks, "tp": 8}
             found.append(_of_ptd_p({**row, **sizes, "tflops_per_gpu": row["tflops"]}, (1,)))
-    for row in fold3d["table_II"]:
-        if row["model"] in _MODELS and row["system"] in ("Fold3D", "Megatron-PTD", "Megatron-SP"):
-            found.append(_of_fold3d(row))
-    return found
+    systems = ("Fold3D", "Megatron-PTD", "Megatron-SP")
+    return [*found, *(_of_fold3d(row) for row in fold3d["table_II"] if row["system"] in systems)]
 
 
 def _of_ptd_p(row: dict[str, Any], microbatch_sizes: tuple[int, ...]) -> Point:
@@ -97,7 +93,7 @@ def _of_ptd_p(row: dict[str, Any], microbatch_sizes: tuple[int, ...]) -> Point:
 
 def _of_fold3d(row: dict[str, Any]) -> Point:
     """Return a point of the forwards and backwards of a rank."""
-    gpu = "a100" if row["cluster"].startswith("A100") else "v100"
+    gpu = row["cluster"].partition("x")[0].lower()
     setup = Setup(
         tensor_parallel=row["tp"],
         data_parallel=row["dp"],
@@ -108,9 +104,11 @@ def _of_fold3d(row: dict[str, Any]) -> Point:
         local_layers=True,
     )
 
-    def predict(reached: float, hardware: Cluster) -> float:
+    hardware = cluster(f"{gpu}x{row['n_gpus']}")
+
+    def predict(reached: float) -> float:
         known = estimate(
-            model_shape(_MODELS[row["model"]]),
+            model_shape(shape_name(row["model"])),
             replace(hardware, compute_efficiency=reached),
             setup,
             num_ranks=row["pp"],
@@ -119,12 +117,11 @@ def _of_fold3d(row: dict[str, Any]) -> Point:
         of_all = sum(known.forward_s) + sum(known.backward_s)
         return float(of_all / row["pp"] * (row["batch"] // row["dp"] // 4))
 
-    hardware = cluster(f"{gpu}x{row['n_gpus']}")
     return Point(
-        f"{row['system']} {row['model']} on {_GPUS[gpu]}",
+        f"{row['system']} {row['model']} on {gpu.upper()}",
         gpu,
         (row["fwd_ms"] + row["bwd_ms"]) / 1e3,
-        partial(predict, hardware=hardware),
+        predict,
         is_fitted=row["model"] == "GPT-3 18B",
     )
 
@@ -140,10 +137,10 @@ def fitted(of: list[Point]) -> float:
 
 def main() -> None:
     """Print the fit of each GPU, and the error of each point."""
-    for gpu, name in _GPUS.items():
+    for gpu in ("a100", "v100"):
         own = [point for point in points() if point.gpu == gpu]
         reached = fitted(own)
-        sys.stdout.write(f"{name}: large products reach {reached:.0%} of the peak\n")
+        sys.stdout.write(f"{gpu.upper()}: large products reach {reached:.0%} of the peak\n")
         for point in own:
             use = "fitted" if point.is_fitted else "held out"
             sys.stdout.write(f"  {point.name:<32} {use:<9} {point.error(reached):>+6.1%}\n")

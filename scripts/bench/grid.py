@@ -29,7 +29,7 @@ from scripts.bench import pipeline_cells, sync_cells
 from scripts.bench.cells import KeptRuns
 from scripts.bench.options import parser_of
 from scripts.bench.pipeline_cells import PipelineCell
-from scripts.bench.processes import RealTimeFlag
+from scripts.bench.processes import check_real_time
 from scripts.bench.runner import Bench, paced, preload
 from scripts.bench.summary import Run
 from scripts.bench.sync_cells import SyncCell
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--slow-down", type=float, default=1.0, metavar="N", help="of layers and links (1)"
     )
-    parser.add_argument("--real-time", action=RealTimeFlag, help="as for compare.py")
+    parser.add_argument("--real-time", action="store_true", help="as for compare.py")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument(
         "--predictions", action="store_true", help="measure nothing; what the simulator says"
@@ -123,6 +123,8 @@ def main(argv: Sequence[str]) -> int:
     grid = Grid(args)
     try:
         if not (args.table or args.predictions or args.bounds):
+            if args.real_time:
+                check_real_time("--real-time")
             preload()
             for cell in cells:
                 grid.measure(cell)

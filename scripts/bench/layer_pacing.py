@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from fold3d_patches.registry import Patch, around
 from megatron.fold3d.plan.ir import Action
+from scripts.bench.processes import sleep_until
 
 Func = Callable[..., Any]
 
@@ -41,7 +42,7 @@ class _LayerOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.clock.start_s = time.perf_counter()
+        ctx.clock.start_s = time.monotonic()
         return grad, None
 
 
@@ -55,13 +56,8 @@ class _LayerInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        _sleep_until(ctx.clock.start_s + ctx.backward_s)
+        sleep_until(ctx.clock.start_s + ctx.backward_s)
         return grad, None, None
-
-
-def _sleep_until(moment_s: float) -> None:
-    if (left_s := moment_s - time.perf_counter()) > 0:
-        time.sleep(left_s)
 
 
 def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
@@ -74,12 +70,12 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
     def forward(
         upstream: Func, self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        start_s, backward = time.perf_counter() - waited_s, _Backward()
+        start_s, backward = time.monotonic() - waited_s, _Backward()
         rest_s = backward_s - forward_s if self in split else backward_s
         x = _LayerInput.apply(hidden_states, backward, rest_s)  # type: ignore[no-untyped-call]
         output, *rest = upstream(self, x, *args, **kwargs)
         output = _LayerOutput.apply(output, backward)  # type: ignore[no-untyped-call]
-        _sleep_until(start_s + waited_s + forward_s)
+        sleep_until(start_s + waited_s + forward_s)
         return (output, *rest)
 
     def make_hook(upstream: Func, self: Any) -> Callable[..., None]:
@@ -87,9 +83,9 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
 
         def timed(*args: Any) -> None:
             nonlocal waited_s
-            start_s = time.perf_counter()
+            start_s = time.monotonic()
             hook(*args)
-            waited_s += time.perf_counter() - start_s
+            waited_s += time.monotonic() - start_s
 
         return timed
 
@@ -109,9 +105,9 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
 
     def compute(upstream: Func, self: Any, action: Action) -> None:
         nonlocal owed_s
-        start_s, owed_s = time.perf_counter(), 0.0
+        start_s, owed_s = time.monotonic(), 0.0
         upstream(self, action)
-        _sleep_until(start_s + owed_s)
+        sleep_until(start_s + owed_s)
 
     layer = "megatron.core.transformer.transformer_layer:TransformerLayer"
     weight_grads = "megatron.fold3d.runtime.weight_grads.delayed_linear:DelayedWeightGrads"

@@ -46,6 +46,7 @@ from megatron.fold3d.runtime.events import Events
 from megatron.fold3d.runtime.offload.host_memory import take
 from megatron.fold3d.runtime.offload.offload_library import batched_copy
 from megatron.fold3d.runtime.offload.offloader import Offloader
+from scripts.bench.options import parser_of
 from scripts.paper.perf_model import aiao_activation_bytes
 
 MIB = 1 << 20
@@ -132,11 +133,6 @@ class Way:
     device_bytes: int | None = None
     programs: dict[OffloadChoice | None, tuple[Program, int]] = field(default_factory=dict)
     peak: int = 0
-
-    @property
-    def median_ms(self) -> float:
-        """Of an iteration."""
-        return median(self.times_ms)
 
     def program(self, rank: int) -> Program:
         """Return what runs next, with the copies that the offloader chooses; sets `peak`."""
@@ -245,9 +241,9 @@ def run_rank(args: argparse.Namespace) -> int:
     print("| way | iteration ms (min-max) | device MiB | activations on the device, at most |")
     print("|---|--:|--:|--:|")
     for name, way in ways.items():
-        low, high = min(way.times_ms), max(way.times_ms)
+        low, middle, high = min(way.times_ms), median(way.times_ms), max(way.times_ms)
         memory = "-" if way.device_bytes is None else f"{way.device_bytes / MIB:.0f}"
-        print(f"| {name} | {way.median_ms:.1f} ({low:.1f}-{high:.1f}) | {memory} | {way.peak} |")
+        print(f"| {name} | {middle:.1f} ({low:.1f}-{high:.1f}) | {memory} | {way.peak} |")
     if "offload" in ways:
         _report(rank, ways["offload"], args)
         _compare(ways)
@@ -363,9 +359,7 @@ def _rate(stream: torch.Stream, copy: Callable[[], None], num_bytes: int) -> flo
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one of the two benches; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(required=True)
     rank = commands.add_parser("rank", help="one pipeline rank, with and without offloading")
     rank.set_defaults(run=run_rank)

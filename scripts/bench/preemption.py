@@ -13,10 +13,10 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from megatron.fold3d.runtime.preemption.communicator import extension
 from scripts.bench.options import parser_of
@@ -39,8 +39,7 @@ MODES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A mode over all rounds: medians of what each round measured."""
 
     mode: str
@@ -52,14 +51,8 @@ class Row:
     @classmethod
     def of(cls, runs: Sequence[Result]) -> "Row":
         """Summarize the rounds of one mode."""
-        spread = [_quantiles(run.latencies_s) for run in runs]
-        return cls(
-            runs[0].mode,
-            median(p50 for p50, _ in spread),
-            median(p99 for _, p99 in spread),
-            median(run.reduced_bytes_s for run in runs),
-            median(run.paused_share for run in runs),
-        )
+        of_rounds = ((*_quantiles(r.latencies_s), r.reduced_bytes_s, r.paused_share) for r in runs)
+        return cls(runs[0].mode, *map(median, zip(*of_rounds, strict=True)))
 
 
 def table(results: Sequence[Result], load: Load) -> str:
@@ -91,10 +84,10 @@ def _quantiles(latencies_s: Sequence[float]) -> tuple[float, float]:
     return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
 
 
-def measure(load: Load, rate_bit_s: float, logs: Path) -> Iterator[Result]:
+def measure(load: Load, link: Link, logs: Path) -> Iterator[Result]:
     """Yield one round of all modes."""
     shutil.rmtree(logs, ignore_errors=True)
-    with Testbed(2 * load.data_parallel, Link(rate_bit_s)) as testbed:
+    with Testbed(2 * load.data_parallel, link) as testbed:
         ranks = testbed.fork(partial(run_modes, load, MODES), logs)
         codes = ranks.wait(60 + 3 * len(MODES) * load.duration_s)
     if any(code != 0 for code in codes):
@@ -106,7 +99,9 @@ def measure(load: Load, rate_bit_s: float, logs: Path) -> Iterator[Result]:
 def loads(args: argparse.Namespace) -> Iterator[tuple[str, Load]]:
     """Yield a rate and a load for each table; a transfer takes a fifth of its period."""
     for rate, dp, kib in itertools.product(args.rate, args.dp, args.transfer_kib):
-        period_s = 5 * (kib << 10) * HEADERS * 8 / (parse_rate(rate) or 1e9)
+        if (rate_bit_s := parse_rate(rate)) is None:
+            raise ValueError("--rate unshaped: nothing would share a link; give 200mbit")
+        period_s = 5 * (kib << 10) * HEADERS * 8 / rate_bit_s
         load = Load(
             data_parallel=dp,
             transfer_bytes=kib << 10,
@@ -135,22 +130,20 @@ def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     end_on_signals()
     try:
-        check_real_time()  # ranks take it without being asked
+        check_real_time("ranks hurry")
         if extension() is None:
             raise ValueError(
                 "the extension is not built, and without it nothing waits; run: make extension"
             )
         for rate, load in loads(args):
-            rate_bit_s = parse_rate(rate)
-            if rate_bit_s is None:
-                raise ValueError("--rate unshaped: nothing would share a link; give 200mbit")
             print(
                 f"\n{load.transfer_bytes >> 10} KiB every {1e3 * load.period_s:.0f} ms at {rate}, "
                 f"{load.data_parallel} replicas\n"
             )
+            link = Link(parse_rate(rate))
             results: list[Result] = []
             for _ in range(args.rounds):
-                results += measure(load, rate_bit_s, args.logs)
+                results += measure(load, link, args.logs)
             print(table(results, load), flush=True)
     except (TestbedError, ValueError) as error:
         return refuse("preemption.py", error)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
-from scripts.bench.processes import hurry
+from scripts.bench.processes import hurry, sleep_until
 from scripts.bench.testbed import traffic_of
 
 _BUCKET_BYTES = 8 << 20
@@ -99,7 +99,7 @@ class Rank:
         with self._counted(start_s, seen):
             if mode.transfers:
                 seen["moments_s"] = self._transfer(mode, pair, start_s, end_s)
-            _sleep_until(end_s)
+            sleep_until(end_s)
         if mode.reduces:
             reducing.join()
         return seen
@@ -115,10 +115,10 @@ class Rank:
                 pair.recv([tensor], 0, 0).wait()
                 moment_s = time.monotonic()
             else:
-                _sleep_until(at_s - load.announced_s)
+                sleep_until(at_s - load.announced_s)
                 if mode.announced:
                     pair.announce(1, load.announced_s)
-                _sleep_until(at_s)
+                sleep_until(at_s)
                 moment_s = time.monotonic()
                 pair.send([tensor], 1, 0).wait()
             if at_s >= start_s:
@@ -190,8 +190,3 @@ def _reduce_until(group: Any, end_s: float, queued: bool) -> None:
         bucket, work = running.pop(0)
         work.wait()
         stop |= bool(bucket[-1])
-
-
-def _sleep_until(moment_s: float) -> None:
-    if (left_s := moment_s - time.monotonic()) > 0:
-        time.sleep(left_s)

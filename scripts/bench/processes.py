@@ -1,6 +1,5 @@
 """The processes of a run's ranks: wait for them together, hurry them, stop them."""
 
-import argparse
 import contextlib
 import ctypes
 import multiprocessing
@@ -11,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 _GRACE_S = 5.0  # for the ranks to print their own error after one of them has failed
 _POLL_S = 0.05
@@ -123,29 +122,14 @@ def hurry(pid: int) -> None:
             os.sched_setscheduler(int(task.name), os.SCHED_RR, os.sched_param(1))
 
 
-class RealTimeFlag(argparse.Action):
-    """``--real-time``, refused at once where the kernel would refuse it to the ranks."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=False, **kwargs)
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        """Set the flag, or end with one line."""
-        try:
-            check_real_time()
-        except ValueError as error:
-            parser.error(f"{option_string}: {error}; leave it out")
-        setattr(namespace, self.dest, True)
+def sleep_until(moment_s: float) -> None:
+    """Return at a moment of the monotonic clock, or at once if it is over."""
+    if (left_s := moment_s - time.monotonic()) > 0:
+        time.sleep(left_s)
 
 
-def check_real_time() -> None:
-    """Find out on this thread whether `hurry` will work.
+def check_real_time(asked: str) -> None:
+    """Find out on this thread whether `hurry`, which something asks for, will work.
 
     Raises:
         ValueError: the kernel refuses it.
@@ -155,7 +139,7 @@ def check_real_time() -> None:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except PermissionError:
         raise ValueError(
-            "this process may not go before all others; the machine's own root may, "
+            f"{asked}: this process may not go before all others; the machine's own root may, "
             "but not the root that unshare makes of a user"
         ) from None
     os.sched_setscheduler(0, policy, priority)

@@ -156,10 +156,9 @@ class _Meter:
         """Bytes of the timed iterations over the busiest link, in its busier direction."""
         if not self._readings:
             return 0
-        pairs = zip(self._readings[0], self._testbed.traffic(), strict=True)
-        if len(self._readings) == 2:
-            pairs = zip(*self._readings, strict=True)
-        return max((end - start).busier_bytes for start, end in pairs)
+        start, end = (*self._readings, self._testbed.traffic())[:2]
+        hosts = zip(start, end, strict=True)
+        return max(after - before for host in hosts for before, after in zip(*host, strict=True))
 
 
 class _CpuClock:

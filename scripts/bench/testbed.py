@@ -16,7 +16,6 @@ no name; it exists as long as a holder, a process that sleeps in it, or a rank d
 kills holders and ranks when their parent dies.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -30,9 +29,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
+from scripts.bench.options import parser_of
 from scripts.bench.processes import Forked, Process, Ranks
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux"}
@@ -109,22 +108,11 @@ class Link:
         yield f"filter add {on} parent 2: protocol ip u32 {_IS_SHORT} flowid 2:1"
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes that a host has put on its link and taken from it, headers included."""
 
     sent_bytes: int
     received_bytes: int
-
-    def __sub__(self, earlier: "Traffic") -> "Traffic":
-        return Traffic(
-            self.sent_bytes - earlier.sent_bytes, self.received_bytes - earlier.received_bytes
-        )
-
-    @property
-    def busier_bytes(self) -> int:
-        """Those of the busier direction."""
-        return max(self.sent_bytes, self.received_bytes)
 
 
 class Testbed:
@@ -157,12 +145,7 @@ class Testbed:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -421,9 +404,7 @@ def end_on_signals() -> None:
 def main(argv: Sequence[str]) -> int:
     """Run a command on every rank of a testbed; print exit codes and traffic as JSON."""
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="unshaped", help="of each link, say 200mbit")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way, on each link")

@@ -4,7 +4,7 @@ The text gives few of the figures' values, so most of what is compared are its c
 it does not give are chosen here, and named in a note.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -75,7 +75,8 @@ def fig11(times: Times = iteration) -> Result:
             for n in counts
         }
         jobs += [(f"{model} ns={n}", point) for n, point in points.items()]
-        fastest = _fastest(points, times)
+        ran_s = {n: ran.total_s for n, point in points.items() if (ran := times(point, "fold3d"))}
+        fastest = min(ran_s, key=ran_s.__getitem__, default=None)
         best.append((f"best number of segments, {model}", (2.0, 4.0), fastest))
     grid = _of_ours(sorted(jobs, key=lambda job: job[1].segments), times)
     return Result(
@@ -88,7 +89,7 @@ def fig11(times: Times = iteration) -> Result:
 
 def fig12(times: Times = iteration) -> Result:
     """Fig. 12: batch sizes."""
-    points = {batch: _job(batch) for batch in (256, 512, 1024)}
+    points = {batch: replace(A100_39B, batch=batch) for batch in (256, 512, 1024)}
     known: dict[int, dict[str, Published]] = {
         256: {"fold3d": 116.1, "megatron": 88.3, "dspeed3d": 78.3, "zero3": 36.1}
     }
@@ -117,7 +118,9 @@ def fig12(times: Times = iteration) -> Result:
 
 def fig13(times: Times = iteration) -> Result:
     """Fig. 13: link rates, with the batch size that the text calls best for each."""
-    points = {gbps: _job(batch, gbps) for gbps, batch in _BEST_BATCH.items()}
+    slower = ((25, 1024), (40, 1024), (100, 512))
+    points = {gbps: replace(A100_39B, batch=batch, gigabits=gbps) for gbps, batch in slower}
+    points[200] = A100_39B
     grid = _throughputs(((f"{n} Gb/s", p, {}) for n, p in points.items()), _BASELINES, times)
     found: list[tuple[str, Published, float | None]] = []
     for gbps, point in points.items():
@@ -135,19 +138,6 @@ def fig13(times: Times = iteration) -> Result:
             "zero3 gathers all parameters twice for each batch, whatever its size",
         ),
     )
-
-
-_BEST_BATCH = {25: 1024, 40: 1024, 100: 512, 200: 256}
-
-
-def _job(batch: int, gigabits: float | None = None) -> Point:
-    own = gigabits in (None, 200)
-    return replace(A100_39B, batch=batch, gigabits=None if own else gigabits)
-
-
-def _fastest(points: Mapping[int, Point], times: Times) -> int | None:
-    found = {n: ran.total_s for n, p in points.items() if (ran := times(p, "fold3d"))}
-    return min(found, key=found.__getitem__, default=None)
 
 
 def _throughputs(

@@ -179,7 +179,7 @@ def _stopped(run: Run) -> str:
 def _iteration(run: Run) -> Iteration:
     """Return a run's iteration; without a trace all its time counts as forward."""
     spread = Spread.of([seconds * 1e3 for seconds in run.times_s])
-    row = run.row or Breakdown(of_rank=(Exposure(forward_s=1.0),))
+    row = run.traced.row if run.traced else Breakdown(of_rank=(Exposure(forward_s=1.0),))
     traced = row.iteration
     longer = spread.median_ms / 1e3 / traced.total_s  # the log has more iterations than the trace
     parts = {part: seconds * longer for part, seconds in traced._asdict().items()}

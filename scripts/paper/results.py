@@ -26,6 +26,11 @@ class Number:
     """Whether it is how many times as fast a system is, which is spelled as a gain."""
 
     @property
+    def said(self) -> float | None:
+        """What the paper has, if that is no range."""
+        return None if isinstance(self.published, tuple) else self.published
+
+    @property
     def error(self) -> float | None:
         """Ours relative to the paper's: zero within a range, else from its nearer end."""
         if self.ours is None or self.published is None:

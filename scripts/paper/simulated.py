@@ -23,13 +23,12 @@ from megatron.fold3d.predict.search.candidates import Candidate, estimate_of
 from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 from scripts.paper.points import PASSES, Iteration, Point, flops
-from scripts.paper.published_rows import GRADIENT_BYTES
+from scripts.paper.published_rows import GRADIENT_BYTES, shape_name
 from scripts.paper.row_sizes import STATE_BYTES
 from scripts.paper.systems import SYSTEMS
 from scripts.paper.tables import point_of, published
 
 _CLUSTERS = {"a100": "A100x128", "v100": "V100x64"}  # as the tables name them
-_MODELS = {"gpt3-18b": "GPT-3 18B", "gpt3-39b": "GPT-3 39B", "bert": "BERT", "cpm": "CPM"}
 _AS = {"gpt3-81b": "gpt3-39b", "gpt3-14b": "gpt3-18b"}
 
 
@@ -139,16 +138,12 @@ def _setup(point: Point, *, sharded: bool = False) -> Setup:
 def _efficiency(node: str, model: str) -> float:
     """Return the part of a GPU's peak that computation achieves in a model's Megatron row."""
     tables, _ = published()
-    wanted = _CLUSTERS[node], _MODELS.get(_AS.get(model, model), model)
-    found = [
-        row
-        for row in tables.rows
-        if (row["cluster"], row["model"]) == wanted and row["system"].startswith("Megatron")
-    ]
-    if not found:  # as much of 39B's as on the other cluster
+    wanted = _CLUSTERS[node], _AS.get(model, model)
+    of_megatron = [row for row in tables.rows if row["system"].startswith("Megatron")]
+    found = {(row["cluster"], shape_name(row["model"])): row for row in of_megatron}
+    if not (row := found.get(wanted)):  # as much of 39B's as on the other cluster
         there = _efficiency("a100", model) / _efficiency("a100", "gpt3-39b")
         return _efficiency(node, "gpt3-39b") * there
-    (row,) = found
     point = point_of(row)
     assert point is not None  # only T5 has none
     shape, own = SHAPES[point.model], cluster(f"{node}x{point.gpus}")

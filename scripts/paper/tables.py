@@ -1,6 +1,6 @@
 """Tables II and III, and the figures that show parts of them: all 32 rows, predicted."""
 
-from functools import cache
+from functools import cache, partial
 from math import prod
 
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
@@ -42,17 +42,8 @@ def predicted(cluster: str, model: str, system: str) -> tuple[Row, dict[str, flo
     raise KeyError(f"no row of {system}, {model} on {cluster}")
 
 
-def table2(times: Times | None = None) -> Result:
-    """Table II: five systems train GPT-3 on both clusters; simulated, or as ``times`` measured."""
-    return _table("table2", "II", times)
-
-
-def table3(times: Times | None = None) -> Result:
-    """Table III: four systems train four other models on the A100 cluster, likewise."""
-    return _table("table3", "III", times)
-
-
-def _table(name: str, number: str, times: Times | None) -> Result:
+def _table(name: str, number: str, times: Times | None = None) -> Result:
+    """Return a table's rows, simulated or as ``times`` measured."""
     tables, fit = published()
     of_table = [row for row in (*tables.rows, *withheld_rows()) if row["model"] in _ROMAN[number]]
     keys = list(dict.fromkeys((row["cluster"], row["model"]) for row in of_table))
@@ -95,6 +86,10 @@ def _table(name: str, number: str, times: Times | None) -> Result:
     return Result(name=name, title=title, grids=(grid,), notes=tuple(notes))
 
 
+table2 = partial(_table, "table2", "II")
+"""Five systems train GPT-3 on both clusters."""
+table3 = partial(_table, "table3", "III")
+"""Four systems train four other models on the A100 cluster."""
 _SYSTEMS = {"Fold3D": "fold3d", "DSpeed3D": "dspeed3d", "DSpeedZ3": "zero3"}
 
 

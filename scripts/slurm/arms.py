@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron.fold3d.commands.job import coded_bits_of
 from megatron.fold3d.commands.megatron_flags import described
 from megatron.fold3d.commands.search_lines import gains_over_yours
-from megatron.fold3d.commands.training_flags import training_flags, undecided, without
+from megatron.fold3d.commands.training_flags import training_flags, without
 from megatron.fold3d.commands.yours import yours
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
@@ -84,9 +84,8 @@ def arms(
         words = [*preset_flags(args.model_preset, family), *without(words, ["model-preset"])]
 
     def arm(candidate: Candidate) -> list[str]:
-        rest = list(undecided(words))
         fp16 = said.args.fp16
-        chosen = training_flags(said.model(), hardware, candidate, fp16=fp16, own=rest)
+        chosen = training_flags(said.model(), hardware, candidate, fp16=fp16, own=words)
         return [*shlex.split(chosen), *traced]
 
     said = described(words)

@@ -2,33 +2,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.fold3d.commands.pictures import CHAR, SIZE, WIDTH, Bar, plot_bars, plot_losses
-from megatron.fold3d.observe.report.palette import DARK, LIGHT_TEXT, SERIES
+from megatron.fold3d.commands.pictures import plot_losses
 
 TEXT = "{http://www.w3.org/2000/svg}text"
 
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.processes  # matplotlib lists the system's fonts once
-
-
-def bars(names: list[str]) -> str:
-    group = [Bar(name, SERIES[0], 1.0 + n, 9.0) for n, name in enumerate(names)]
-    return plot_bars("gain", "% faster", {"group": group}, other="at most, any order").decode()
-
-
-@pytest.mark.parametrize("words", [1, 3, 6])
-def test_every_entry_of_a_legend_is_inside_the_picture(words: int):
-    names = [f"{'clips ' * words}{n}" for n in range(4)]
-    svg = ElementTree.fromstring(bars(names))
-    left = {text.text: float(x) for text in svg.iter(TEXT) if (x := text.get("x"))}
-    for name in (*names, "at most, any order"):
-        assert left[name] + CHAR * SIZE * len(name) <= WIDTH
-
-
-def test_words_in_dark_boxes_stay_white_on_a_dark_page():
-    rules = bars(["stock"]).partition("@media")[2].partition("</style>")[0]
-    assert DARK["ink"] in rules
-    assert f"fill: {LIGHT_TEXT}" not in rules
 
 
 def test_lines_that_lie_on_each_other_are_said_to_be_equal():

@@ -4,8 +4,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron.fold3d.commands.timeline_picture import draw
-from megatron.fold3d.observe.breakdown import Breakdown, exposure_of_ranks
-from megatron.fold3d.observe.report.page import View
+from megatron.fold3d.observe.breakdown import Breakdown, View, exposure_of_ranks
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, serial_grad_sync

@@ -22,17 +22,18 @@ from megatron.fold3d.commands.console import (
 )
 from megatron.fold3d.commands.pictures import NO_PICTURE, plot_losses
 from megatron.fold3d.commands.timeline_picture import draw
-from megatron.fold3d.observe.breakdown import Breakdown, table_ii
+from megatron.fold3d.observe.breakdown import Breakdown, View, table_ii
 from megatron.fold3d.observe.digits import milliseconds
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.observe.report.page import View, page
+from megatron.fold3d.observe.report.page import page
 from megatron.fold3d.observe.runs import (
-    Comparison,
+    Ratio,
     Run,
     check_same_job,
     compare_losses,
     read_run,
     runs_in,
+    speed_ratios,
 )
 from megatron.fold3d.observe.training_log import Spread
 
@@ -100,27 +101,27 @@ def run(args: Namespace) -> int:
             complain(NO_PICTURE)
         else:
             args.svg = args.runs[0] / "losses.svg"
-    compared = _compared(runs)
+    ratios = _ratios(runs)
     if args.svg:
         args.svg.write_bytes(_losses_svg(runs))
     if args.timelines:
-        args.timelines.write_bytes(timelines_svg(runs, compared))
+        args.timelines.write_bytes(timelines_svg(runs, ratios))
     if args.html:
-        args.html.write_text(timelines_page(runs, compared), encoding="utf-8")
+        args.html.write_text(timelines_page(runs, ratios), encoding="utf-8")
     if args.json:
-        write(json.dumps(_as_json(runs, compared)) + "\n")
+        write(json.dumps(_as_json(runs, ratios)) + "\n")
         return OK
     written: dict[str, Path | None] = {
         "losses": args.svg,
         "timelines": args.timelines,
         "page": args.html,
     }
-    if compared and len(args.runs) == 1:
-        fastest = max(compared.runs, key=lambda run: median(1 / s for s in run.times_s))
-        flags = paths[compared.runs.index(fastest)] / "flags"
+    if ratios and len(args.runs) == 1:
+        fastest = max(runs, key=lambda run: median(1 / s for s in run.times_s))
+        flags = paths[runs.index(fastest)] / "flags"
         written[f"flags of {fastest.name}, the fastest"] = flags if flags.exists() else None
     files = [f"{what:<10} {file}" for what, file in written.items() if file]
-    write("\n".join((*_lines(runs, compared), *([""] if files else ()), *files)) + "\n")
+    write("\n".join((*_lines(runs, ratios), *([""] if files else ()), *files)) + "\n")
     return OK
 
 
@@ -137,22 +138,22 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return lettered(ARMS.get(re.sub(r"^\d+-", "", name), name) for name in names)
 
 
-def _compared(runs: Sequence[Run]) -> Comparison | None:
-    """Compare the runs' speed; None if one of them has no log."""
+def _ratios(runs: Sequence[Run]) -> Sequence[Ratio]:
+    """Compare the runs' speed; nothing if one of them has no log."""
     if not all(run.iterations for run in runs):
-        return None
+        return ()
     for run in runs:
         if not run.timed:
             raise ValueError(
                 f"{run.name} ends with iteration {run.iterations[-1].number}, and the first "
                 f"{run.warmup} are not timed; give a smaller --warmup, or train longer"
             )
-    return Comparison(tuple(runs))
+    return speed_ratios(runs)
 
 
-def _lines(runs: Sequence[Run], compared: Comparison | None) -> Iterator[str]:
-    if compared is not None:
-        yield from speed_lines(compared)
+def _lines(runs: Sequence[Run], ratios: Sequence[Ratio]) -> Iterator[str]:
+    if ratios:
+        yield from speed_lines(runs, ratios)
         yield ""
         yield loss_line(runs)
     else:
@@ -165,19 +166,19 @@ def _lines(runs: Sequence[Run], compared: Comparison | None) -> Iterator[str]:
     yield from time_lines(runs)
 
 
-def speed_lines(compared: Comparison) -> Iterator[str]:
+def speed_lines(runs: Sequence[Run], ratios: Sequence[Ratio]) -> Iterator[str]:
     """Yield the table of speeds, and the verdict."""
-    yield from table(_speed_table(compared))
-    said = verdict(compared)
+    yield from table(_speed_table(runs, ratios))
+    said = verdict(runs, ratios)
     yield said + (" (bootstrap)" if "95% CI" in said else "")
 
 
-def verdict(compared: Comparison) -> str:
+def verdict(runs: Sequence[Run], ratios: Sequence[Ratio]) -> str:
     """Return one sentence that compares the last run with the one that it has to beat."""
-    if any(run.shares_cores for run in compared.runs):
+    if any(run.shares_cores for run in runs):
         return "No verdict: ranks shared the cores of one machine, without a network between"
-    number = _baseline(compared)
-    ratio, other, last = compared.ratios[number], compared.runs[number].name, compared.runs[-1].name
+    number = _baseline(runs, ratios)
+    ratio, other, last = ratios[number], runs[number].name, runs[-1].name
     gain, low, high = (faster(ratio.value - 1), ratio.low - 1, ratio.high - 1)
     interval = f"95% CI {faster_between(low, high)}"
     if low > 0 or high < 0:
@@ -185,18 +186,16 @@ def verdict(compared: Comparison) -> str:
     return f"No difference shown between {last} and {other}: {gain}, {interval}"
 
 
-def _baseline(compared: Comparison) -> int:
+def _baseline(runs: Sequence[Run], ratios: Sequence[Ratio]) -> int:
     """Return the number of the run of stock in the same layout or, without one, of the fastest."""
-    *others, _ = compared.runs
-    for number, run in enumerate(others):
+    for number, run in enumerate(runs[:-1]):
         if run.name.endswith(_SAME_LAYOUT):
             return number
-    return min(range(len(others)), key=lambda number: compared.ratios[number].value)
+    return min(range(len(ratios)), key=lambda number: ratios[number].value)
 
 
-def _speed_table(compared: Comparison) -> Iterator[tuple[str, ...]]:
+def _speed_table(runs: Sequence[Run], ratios: Sequence[Ratio]) -> Iterator[tuple[str, ...]]:
     """Yield titles, and a row for each run; columns that no log fills are left out."""
-    runs = compared.runs
     speeds = [_speed(run) for run in runs]
     known = {
         title: texts
@@ -205,13 +204,13 @@ def _speed_table(compared: Comparison) -> Iterator[tuple[str, ...]]:
     }
     last = runs[-1].name
     yield "", "ms per iteration (quartiles)", *known, f"{last} is (95% CI)"
-    ratios = [
+    gains = [
         f"{faster(ratio.value - 1)} ({faster_between(ratio.low - 1, ratio.high - 1)})"
-        for ratio in compared.ratios
+        for ratio in ratios
     ]
-    for i, (run, ratio) in enumerate(zip(runs, [*ratios, ""], strict=True)):
+    for i, (run, gain) in enumerate(zip(runs, [*gains, ""], strict=True)):
         spread = str(Spread.of([s * 1e3 for s in run.times_s]))
-        yield run.name, spread, *(texts[i] for texts in known.values()), ratio
+        yield run.name, spread, *(texts[i] for texts in known.values()), gain
 
 
 def loss_line(runs: Sequence[Run]) -> str:
@@ -233,7 +232,7 @@ def time_lines(runs: Sequence[Run]) -> Iterator[str]:
     if traceless := _traceless(runs):
         yield f"no trace of {traceless}: where the time went shows with --trace DIR"
         return
-    titles, times_s = table_ii(*(run.row.iteration for run in runs if run.row))
+    titles, times_s = table_ii(*(run.traced.row.iteration for run in runs if run.traced))
     *letters, last = (run.name.partition(" ")[0] for run in runs)
     rows = [("ms", *titles)]
     for run, own_s in zip(runs, times_s, strict=True):
@@ -246,7 +245,7 @@ def time_lines(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _traceless(runs: Sequence[Run]) -> str:
-    return _all_of([run.name for run in runs if run.timeline is None])
+    return _all_of([run.name for run in runs if run.traced is None])
 
 
 def _all_of(names: Sequence[str]) -> str:
@@ -260,7 +259,7 @@ def _speed(run: Run) -> dict[str, float | None]:
     samples = [row.batch_size for row in rows if row.batch_size is not None]
     tflops = [row.tflops for row in rows if row.tflops is not None]
     whole = len(samples) == len(rows) and rows
-    traced = run.row or Breakdown(of_rank=(Exposure(),))
+    traced = run.traced.row if run.traced else Breakdown(of_rank=(Exposure(),))
     model = fmean(tflops) if tflops else None
     hardware = traced.flops and traced.flops.hardware / 1e12
     if traced.flops is not None and model is not None:  # as much more as in the trace
@@ -285,38 +284,34 @@ def _losses_svg(runs: Sequence[Run]) -> bytes:
     return plot_losses("Training loss", {"iteration": steps, f"{unit} of training": scaled})
 
 
-def timelines_svg(runs: Sequence[Run], compared: Comparison | None) -> bytes:
+def timelines_svg(runs: Sequence[Run], ratios: Sequence[Ratio]) -> bytes:
     """Draw the pipelines of all runs on one time axis."""
-    return draw("--timelines", _title(compared), _views(runs, "--timelines"))
+    return draw("--timelines", _title(runs, ratios), _views(runs, "--timelines"))
 
 
-def timelines_page(runs: Sequence[Run], compared: Comparison | None) -> str:
+def timelines_page(runs: Sequence[Run], ratios: Sequence[Ratio]) -> str:
     """Return the page of all runs; it begins with the last one."""
     *others, last = _views(runs, "--html")
-    table = list(_speed_table(compared)) if compared else ()
-    caption = loss_line(runs).capitalize() if compared else ""
-    return page(_title(compared), caption, [last, *others], speeds=table)
+    table = list(_speed_table(runs, ratios)) if ratios else ()
+    caption = loss_line(runs).capitalize() if ratios else ""
+    return page(_title(runs, ratios), caption, [last, *others], speeds=table)
 
 
-def _title(compared: Comparison | None) -> str:
-    return verdict(compared) if compared else "All pipelines on one time axis, measured"
+def _title(runs: Sequence[Run], ratios: Sequence[Ratio]) -> str:
+    return verdict(runs, ratios) if ratios else "All pipelines on one time axis, measured"
 
 
 def _views(runs: Sequence[Run], flag: str) -> list[View]:
     if traceless := _traceless(runs):
         raise ValueError(f"{flag}: no trace of {traceless}; train with --trace DIR")
-    return [
-        View(name=run.name, timeline=run.timeline, row=run.row)
-        for run in runs
-        if run.timeline and run.row
-    ]
+    return [run.traced for run in runs if run.traced]
 
 
-def _as_json(runs: Sequence[Run], compared: Comparison | None) -> dict[str, Any]:
+def _as_json(runs: Sequence[Run], ratios: Sequence[Ratio]) -> dict[str, Any]:
     return {
-        "verdict": verdict(compared) if compared else None,
-        "ratio": asdict(compared.ratios[_baseline(compared)]) if compared else None,
-        "ratios": [asdict(ratio) for ratio in compared.ratios] if compared else None,
+        "verdict": verdict(runs, ratios) if ratios else None,
+        "ratio": asdict(ratios[_baseline(runs, ratios)]) if ratios else None,
+        "ratios": [asdict(ratio) for ratio in ratios] if ratios else None,
         "runs": [
             {
                 "name": run.name,
@@ -325,7 +320,7 @@ def _as_json(runs: Sequence[Run], compared: Comparison | None) -> dict[str, Any]
                 if run.times_s
                 else None,
                 **_speed(run),
-                "exposure": run.row.iteration._asdict() if run.row else None,
+                "exposure": run.traced.row.iteration._asdict() if run.traced else None,
             }
             for run in runs
         ],

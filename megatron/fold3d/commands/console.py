@@ -65,37 +65,29 @@ def suggestion(words: Iterable[str], known: Iterable[str]) -> str:
 
     A word may also be the beginning of a known one.
     """
-    choices = sorted(known)
-    near = [match for word in words for match in _nearest(word.partition("=")[0], choices)]
+    choices, near = sorted(known), list[str]()
+    for word in (word.partition("=")[0] for word in words):
+        begun = [choice for choice in choices if len(word) > 3 and choice.startswith(word)]
+        near += get_close_matches(word, choices, 1, 0.75) or (begun if len(begun) <= 3 else ())
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
-def _nearest(word: str, choices: Sequence[str]) -> Sequence[str]:
-    if close := get_close_matches(word, choices, 1, 0.75):
-        return close
-    begun = [choice for choice in choices if len(word) > 3 and choice.startswith(word)]
-    return begun if len(begun) <= 3 else ()
-
-
 class Progress:
-    """Says on stderr every few seconds how many candidates are done.
+    """Says on stderr every few seconds how many candidates are simulated.
 
     Most of the remaining candidates are ruled out at once, so no remaining time is predicted.
-
-    Args:
-        what: what is done to a candidate, such as ``simulated``.
     """
 
     EVERY_S = 5.0
 
-    def __init__(self, what: str) -> None:
-        self._what, self._start_s = what, monotonic()
+    def __init__(self) -> None:
+        self._start_s = monotonic()
         self._next_s = self._start_s + self.EVERY_S
 
     def __call__(self, done: int, most: int) -> None:
-        """Tell how many of at most ``most`` candidates are done."""
+        """Tell how many of at most ``most`` candidates are simulated."""
         if (now_s := monotonic()) < self._next_s:
             return
         took_s = now_s - self._start_s
-        complain(f"{self._what}: {done} in {took_s:.0f} s, at most {most - done} to go")
+        complain(f"simulated: {done} in {took_s:.0f} s, at most {most - done} to go")
         self._next_s = now_s + self.EVERY_S

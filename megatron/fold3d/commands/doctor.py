@@ -48,7 +48,9 @@ def run(args: Namespace) -> int:
         for finding in more:
             findings.append(finding)
             if tells:
-                write("".join(_lines(finding)))
+                write(f"{finding.verdict:<4}  {finding.what:<{_WIDTH}}  {finding.found}\n")
+                if finding.fix and finding.verdict != "ok":
+                    write(f"{'':<4}  {'':<{_WIDTH}}  -> {finding.fix}\n")
 
     tell(installation())
     links: list[dict[str, Any]] = []
@@ -156,12 +158,6 @@ def _probe(*, measures: bool) -> tuple[list[Finding], list[dict[str, Any]], dict
     keys = ("source", "target", "latency_s", "bytes_per_s")
     links = [dict(zip(keys, link, strict=True)) for link in report["links"]]
     return [Finding(**finding) for finding in report["findings"]], links, report["machine"]
-
-
-def _lines(finding: Finding) -> Iterator[str]:
-    yield f"{finding.verdict:<4}  {finding.what:<{_WIDTH}}  {finding.found}\n"
-    if finding.fix and finding.verdict != "ok":
-        yield f"{'':<4}  {'':<{_WIDTH}}  -> {finding.fix}\n"
 
 
 def _link_lines(links: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.commands.training_words import not_counted
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.job_sizes import stage_layers, uneven_ranks
+from megatron.fold3d.config.job_sizes import ranks_of_model, stage_layers, uneven_ranks
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.refusals import delta_param_gather
 from megatron.fold3d.config.run_flags import stock_group_problems
@@ -189,11 +189,7 @@ def _even(args: Namespace, num_layers: int) -> tuple[int, ...]:
 
 
 def _replicas(args: Namespace, hardware: Cluster | None) -> int:
-    model: int = (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
-    )
+    model = ranks_of_model(args)
     if hardware is None:
         return int(args.dp or (1 if args.microbatches is None else 2))
     replicas, rest = divmod(hardware.num_gpus, model)

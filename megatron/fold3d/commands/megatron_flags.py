@@ -20,6 +20,7 @@ from megatron.fold3d.commands.training_words import (
     not_counted,
     read_words,
     unread,
+    values_of,
 )
 from megatron.fold3d.config.settings import attribute_of
 from megatron.fold3d.config.spelling import flag_of, typed
@@ -33,14 +34,12 @@ _OF_MODEL = (
     *(*SIZES, *NOT_MODELLED, *LATENT, "num_query_groups", "moe_router_topk", "moe_layer_freq"),
     *("position_embedding_type", "normalization", "softmax_type", "global_batch_size"),
 )
-_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+_NEEDED = (*_SHAPE, "global_batch_size")
 _DEFAULT_VOCABULARY = 51_200
 _TERM = re.compile(r"\[(\d{1,9}(?:, ?\d{1,9})*)\](?: ?\* ?(\d{1,9}))?")
 # Flags that a script should have once.
-_ALONE = (
-    *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
-    *("--global-batch-size", "--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
-)
+_ALONE = (*_NEEDED, "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,7 @@ class Described:
 
     def _fixed(self, name: str) -> int | None:
         """Return a size that the flags give; None leaves it to the search."""
-        return getattr(self.args, name) if _values(self.words, flag_of(name)) else None
+        return getattr(self.args, name) if flag_of(name) in values_of(self.words) else None
 
     @property
     def typed_words(self) -> tuple[str, ...]:
@@ -96,8 +95,7 @@ class Described:
     @property
     def is_job(self) -> bool:
         """Whether these are the flags of a whole training, which has a micro-batch size."""
-        names = {word.partition("=")[0] for word in self.own_words}
-        return self.script is not None or "--micro-batch-size" in names
+        return self.script is not None or "--micro-batch-size" in values_of(self.own_words)
 
     def model(self) -> ModelShape:
         """Return the model.
@@ -118,16 +116,13 @@ class Described:
         if args.model is not None:
             return ()
         precision = "fp16" if args.fp16 else "bf16" if args.bf16 else "32 bits"
+        left = ", ".join(not_counted(args))
         return (
             f"read from {self.source}: {_in_words(self.model())}, {args.global_batch_size} "
             f"sequences per iteration, {precision}",
             *(f"assumed: {line}" for line in _assumed(args, self.words, self.typed)),
             *self.remarks,
-            *(
-                [f"not in these estimates: {', '.join(left)}"]
-                if (left := [*not_counted(args)])
-                else ()
-            ),
+            *([f"not in these estimates: {left}"] if left else ()),
         )
 
 
@@ -207,8 +202,8 @@ def described(
             setattr(args, name, getattr(shape, field) or None)
         args.bf16 = not (args.fp32 or args.fp16)
         args.untie_embeddings_and_output_weights = shape.untied
-    elif any(getattr(args, name) for name in _NEEDED):
-        missing = [name for name in (*_NEEDED, "global_batch_size") if not getattr(args, name)]
+    elif any(getattr(args, name) for name in _SHAPE):
+        missing = [name for name in _NEEDED if not getattr(args, name)]
         if args.microbatches is not None and missing[-1:] == ["global_batch_size"]:
             missing.pop()
         if missing:
@@ -348,10 +343,11 @@ def _assumed(args: Namespace, words: Sequence[str], typed_: Namespace) -> Iterat
     if args.fp8 or args.fp4:
         yield "fp8 and fp4 compute as fast as 16 bits"
     sizes = {"--tp": "--tensor-model-parallel-size", "--pp": "--pipeline-model-parallel-size"}
+    values = values_of(words)
     chosen = {
-        short: f"{name} {values[-1]}"
+        short: f"{name} {values[name][-1]}"
         for short, name in sizes.items()
-        if (values := _values(words, name)) and getattr(typed_, short[2:]) is None
+        if name in values and getattr(typed_, short[2:]) is None
     }
     if chosen:
         kept = f"{' and '.join(chosen)} {'keeps it' if len(chosen) == 1 else 'keep them'}"
@@ -363,9 +359,9 @@ def _assumed(args: Namespace, words: Sequence[str], typed_: Namespace) -> Iterat
     )
     if own := [flag_of(name) for name in uneven if getattr(args, name)]:
         yield f"the search divides the layers itself, instead of {' and '.join(own)}"
-    for name in _ALONE:
-        if len({*_values(words, name)}) > 1:
-            yield f"{name} is there several times; the last counts"
+    for flag in map(flag_of, _ALONE):
+        if len({*values.get(flag, ())}) > 1:
+            yield f"{flag} is there several times; the last counts"
     shared = {
         "context_parallel_size": 1,
         "expert_model_parallel_size": 1,
@@ -377,13 +373,6 @@ def _assumed(args: Namespace, words: Sequence[str], typed_: Namespace) -> Iterat
         if getattr(args, name) != default
     ]:
         yield f"{' and '.join(fixed)} stay as they are"
-
-
-def _values(words: Sequence[str], flag: str) -> list[str]:
-    """Return the values of a flag that may be given several times, of which the last counts."""
-    pairs = zip(words, (*words[1:], ""), strict=True)
-    split = ((*word.partition("="), following) for word, following in pairs)
-    return [value if equals else after for name, equals, value, after in split if name == flag]
 
 
 def _in_words(shape: ModelShape) -> str:

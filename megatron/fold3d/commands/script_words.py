@@ -495,10 +495,8 @@ def _without_redirections(words: Sequence[str]) -> Iterator[str]:
 
 def _assigned(word: str) -> Iterator[str]:
     """Yield the names of variables that a word sets, or its arithmetic."""
-    find = (
-        _SETS.finditer if word.startswith("((") else lambda text: filter(None, [_SETS.match(text)])
-    )
-    return (found[1] for found in find(word))
+    all_found = _SETS.finditer(word) if word.startswith("((") else [_SETS.match(word)]
+    return (found[1] for found in all_found if found)
 
 
 def _as_list(value: Value) -> list[str]:

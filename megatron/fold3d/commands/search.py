@@ -16,7 +16,6 @@ from megatron.fold3d.commands.training_flags import (
     sums_of,
     to_drop,
     training_flags,
-    undecided,
 )
 from megatron.fold3d.commands.yours import Yours, yours
 from megatron.fold3d.predict.cost_model.cluster import Cluster
@@ -84,7 +83,7 @@ def run(args: Namespace) -> int:
         given=described.given(cluster),
         assumed=args.assume,
         gathered_bits=coded_bits_of(described.args),
-        progress=Progress("simulated"),
+        progress=Progress(),
     )
     own, notes = yours(described, cluster) if described.is_job else (None, ())
     if args.plot is not None:
@@ -112,7 +111,7 @@ def _flags(found: Search, user: Described, cluster: Cluster) -> str:
     """
     own: tuple[str, ...] | None = None
     if user.args.model is None:
-        own = tuple(undecided(user.typed_words if user.script else user.words))
+        own = user.typed_words if user.script else user.words
     candidate = found.choice.candidate
     return training_flags(user.model(), cluster, candidate, fp16=user.args.fp16, own=own)
 

@@ -8,12 +8,11 @@ from typing import Any
 from megatron.fold3d.commands.console import OK, REJECTED, complain, faster, lettered, table
 from megatron.fold3d.commands.plan_sizes import in_words, sizes
 from megatron.fold3d.commands.training_flags import layout_of
-from megatron.fold3d.observe.breakdown import Breakdown, Flops, table_ii
+from megatron.fold3d.observe.breakdown import Breakdown, Flops, View, table_ii
 from megatron.fold3d.observe.digits import digits, seconds
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.report.grid import to_text
-from megatron.fold3d.observe.report.page import View, page
-from megatron.fold3d.observe.timeline import Lane, Timeline
+from megatron.fold3d.observe.report.page import page
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.search.candidates import flops_of
@@ -82,9 +81,10 @@ class Report:
                 ("of iteration", *shares),
             )
         )
-        if grid := _grid(timeline):
+        width, height = get_terminal_size(fallback=(100, 24))
+        if grid := to_text(timeline, width=width, height=height):
             yield ""
-            yield grid
+            yield grid.rstrip("\n")
         if self.left_out:
             yield f"not in these estimates: {', '.join(self.left_out)}"
 
@@ -177,17 +177,6 @@ def _bound_lines(period_s: float, bounds: Bounds) -> Iterator[str]:
     if bounds.sync_s is not None and bounds.norm_s is not None:
         norm = f"{seconds(bounds.norm_s)} if steps wait for the norm"
         yield f"with DP.sync      {seconds(bounds.sync_s)}, or {norm}"
-
-
-def _grid(timeline: Timeline) -> str:
-    """Return the computations as text if that fits the terminal."""
-    width, height = get_terminal_size(fallback=(100, 24))
-    lanes = [timeline.lane(rank, Lane.COMPUTE) for rank in range(timeline.num_ranks)]
-    shortest_s = min((s.duration_s for spans in lanes for s in spans if s.duration_s), default=0.0)
-    if not shortest_s or timeline.makespan_s / shortest_s > width * height:
-        return ""
-    text = to_text(timeline, width=width).rstrip("\n")
-    return text if text.count("\n") < height else ""
 
 
 def judge_memory(report: Report) -> int:

@@ -13,7 +13,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.fold3d.commands.pictures import CHAR, SIZE, WIDTH, as_bytes, figure
-from megatron.fold3d.observe.report.page import View
+from megatron.fold3d.observe.breakdown import View
 from megatron.fold3d.observe.report.palette import DARK_TEXT, HUES, PLAIN, color, text_on
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ops import P2P_OPS, PART_OPS, TABLE

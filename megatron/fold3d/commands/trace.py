@@ -10,10 +10,10 @@ from pathlib import Path
 from megatron.fold3d.commands.console import OK, complain, table, write
 from megatron.fold3d.commands.cost_sources import costs_from
 from megatron.fold3d.commands.plan_sizes import in_words
-from megatron.fold3d.observe.breakdown import Breakdown, exposure_of_ranks, measured, table_ii
+from megatron.fold3d.observe.breakdown import Breakdown, View, exposure_of_ranks, measured, table_ii
 from megatron.fold3d.observe.digits import milliseconds
 from megatron.fold3d.observe.report.chrome import to_chrome
-from megatron.fold3d.observe.report.page import View, page
+from megatron.fold3d.observe.report.page import page
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.observe.trace_files import CLOCKS, RankTrace, pipeline, read_ranks
 from megatron.fold3d.observe.trace_timeline import to_timeline
@@ -51,13 +51,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the table and write the files; returns the exit code."""
-    _check(args)
+    if (peak := args.peak_tflops) is not None and not 0 < peak < inf:
+        raise ValueError(f"--peak-tflops {peak}: it is above zero")
+    if args.pipeline < 0:
+        raise ValueError(f"--pipeline {args.pipeline}: the first is 0")
     ranks = read_ranks(args.folder)
     chosen = pipeline(ranks, args.pipeline)
     timeline = to_timeline(chosen)
     if not timeline.makespan_s:
         raise ValueError(f"{args.folder}: the ranks have no iteration in common; trace again")
-    row = _measured(timeline, ranks, args)
+    row = _measured(timeline, ranks, peak)
     views = [View(name="measured", timeline=timeline, row=row)]
     try:
         simulated = _simulated(timeline, chosen, args.costs)
@@ -78,16 +81,9 @@ def run(args: Namespace) -> int:
     return OK
 
 
-def _check(args: Namespace) -> None:
-    if (peak := args.peak_tflops) is not None and not 0 < peak < inf:
-        raise ValueError(f"--peak-tflops {peak}: it is above zero")
-    if args.pipeline < 0:
-        raise ValueError(f"--pipeline {args.pipeline}: the first is 0")
-
-
-def _measured(timeline: Timeline, ranks: Sequence[RankTrace], args: Namespace) -> Breakdown:
+def _measured(timeline: Timeline, ranks: Sequence[RankTrace], peak: float | None) -> Breakdown:
     """Return the row of the measured pipeline."""
-    row, peak = measured(ranks, timeline), args.peak_tflops
+    row = measured(ranks, timeline)
     if peak is None:
         return row
     if row.flops is None:

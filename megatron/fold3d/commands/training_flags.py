@@ -65,7 +65,8 @@ def training_flags(
 
     Args:
         fp16: whether fp16 is the 16-bit type although the cluster has bf16.
-        own: words that say what the planner does not decide, in place of the shape's flags.
+        own: a user's words in place of the shape's flags; those that the planner decides are left
+            out.
 
     Raises:
         ValueError: ``pretrain_gpt.py`` does not train such a model.
@@ -76,7 +77,7 @@ def training_flags(
     if candidate.setup.fp32:
         precision = ""
     flags = [
-        *map(quote, shape_flags(shape) if own is None else own),
+        *map(quote, shape_flags(shape) if own is None else without(own, CHOSEN | _REPEATED)),
         *precision.split(),
         *sums_of(candidate.setup),
         *_split(candidate),
@@ -91,11 +92,6 @@ def sums_of(setup: Setup) -> Iterator[str]:
         yield f"{LOCAL_FP32} all"
     if setup.scatters_in_fp32 and setup.distributed_optimizer:
         yield SCATTER_FP32
-
-
-def undecided(words: Iterable[str]) -> Iterator[str]:
-    """Yield a user's flags with their values, without those that the planner decides."""
-    return without(words, CHOSEN | _REPEATED)
 
 
 def without(words: Iterable[str], names: Container[str]) -> Iterator[str]:
@@ -120,74 +116,63 @@ def _by_flag(words: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def _split(candidate: Candidate) -> Iterator[str]:
     """Yield the parallel sizes and the recomputation."""
-    setup = candidate.setup
-    yield f"--tensor-model-parallel-size {setup.tensor_parallel}"
-    yield f"--pipeline-model-parallel-size {candidate.num_ranks}"
-    if setup.order == "tp-pp-dp":
-        yield "--use-tp-pp-dp-mapping"
-    yield f"--micro-batch-size {setup.microbatch_size}"
+    setup, counts = candidate.setup, candidate.recompute_layers
     batch_size = setup.microbatch_size * setup.data_parallel * candidate.num_microbatches
-    yield f"--global-batch-size {batch_size}"
-    if setup.context_parallel > 1:
-        yield f"--context-parallel-size {setup.context_parallel}"
-    if setup.expert_parallel > 1:
-        yield f"--expert-model-parallel-size {setup.expert_parallel}"
-    if setup.expert_tensor_parallel:
-        yield f"--expert-tensor-parallel-size {setup.expert_tensor_parallel}"
-    if setup.sequence_parallel:
-        yield "--sequence-parallel"
-    if setup.local_layers:
-        yield "--transformer-impl local"
-    if setup.asked_recompute == "selective":
-        yield "--recompute-activations"
-    elif candidate.recompute_layers:
-        yield f"--recompute-layers {','.join(map(str, candidate.recompute_layers))}"
-    elif setup.recompute == "full":
-        yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    of_experts, selective = setup.expert_tensor_parallel, setup.asked_recompute == "selective"
+    flags = {
+        f"--tensor-model-parallel-size {setup.tensor_parallel}": True,
+        f"--pipeline-model-parallel-size {candidate.num_ranks}": True,
+        "--use-tp-pp-dp-mapping": setup.order == "tp-pp-dp",
+        f"--micro-batch-size {setup.microbatch_size}": True,
+        f"--global-batch-size {batch_size}": True,
+        f"--context-parallel-size {setup.context_parallel}": setup.context_parallel > 1,
+        f"--expert-model-parallel-size {setup.expert_parallel}": setup.expert_parallel > 1,
+        f"--expert-tensor-parallel-size {of_experts}": of_experts,
+        "--sequence-parallel": setup.sequence_parallel,
+        "--transformer-impl local": setup.local_layers,
+        "--recompute-activations": selective,
+        f"--recompute-layers {','.join(map(str, counts))}": counts and not selective,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": (
+            setup.recompute == "full" and not (counts or selective)
+        ),
+    }
+    yield from (flag for flag, given in flags.items() if given)
 
 
 def _schedule(candidate: Candidate) -> Iterator[str]:
     """Yield the schedule, and what overlaps with it."""
-    if candidate.layers:
-        yield f"--pipeline-model-parallel-layout {quote(layout_of(candidate.layers))}"
-    choice = candidate.choice
-    if choice.group is not None and choice.order != "interleaved":  # stock's, or where auto begins
-        yield f"--microbatch-group-size-per-virtual-pipeline-stage {choice.group}"
-        choice = replace(choice, group=None)
-    if not candidate.is_stock:
-        yield f"--schedule {choice}"
-        if not candidate.layers:
-            yield f"--segments {candidate.num_segments}"
-    elif candidate.num_segments > 1:
-        if not candidate.layers:
-            yield f"--num-virtual-stages-per-pipeline-rank {candidate.num_segments}"
-        yield "--overlap-p2p-communication-warmup-flush"  # or only its steady state overlaps
-    if candidate.combined:
-        yield "--overlap-moe-expert-parallel-comm"
-    if candidate.setup.num_replicas > 1:  # or no DP.sync starts before the last backward
-        yield "--overlap-grad-reduce"
-    if candidate.setup.distributed_optimizer:
-        yield "--use-distributed-optimizer --overlap-param-gather"
-    if candidate.setup.gathered_bits:
-        yield "--delta-param-gather auto"
-    if (instances := candidate.setup.optimizer_instances) > 1:
-        yield f"--num-distributed-optimizer-instances {instances}"
-    if not candidate.aligned:
-        yield "--no-align-grad-reduce"
-    if candidate.shards != "off":
-        yield f"--shard-segments {candidate.shards}"
-    if choice.pairs:  # run without dropout, and only Megatron's own layers hand over
-        if candidate.setup.tensor_parallel > 1:
-            yield "--transformer-impl local"
-        yield "--attention-dropout 0 --hidden-dropout 0"
-    if candidate.setup.expert_parallel > 1 and (candidate.combined or choice.pairs):
-        yield "--moe-token-dispatcher-type alltoall"
-    if candidate.preemptive:
-        yield "--preemptive-comm"
-    if candidate.offload:
-        if candidate.setup.asked_recompute == "none":  # all that a forward saves leaves then
-            yield "--no-gradient-accumulation-fusion"
-        yield "--offload-activations on"
+    c, setup, choice = candidate, candidate.setup, candidate.choice
+    in_groups = choice.group is not None and choice.order != "interleaved"  # stock's, or auto's
+    word = replace(choice, group=None) if in_groups else choice
+    layout = c.layers and quote(layout_of(c.layers))
+    segments, instances = c.num_segments, setup.optimizer_instances
+    virtual = c.is_stock and segments > 1
+    flags = {
+        f"--pipeline-model-parallel-layout {layout}": layout,
+        f"--microbatch-group-size-per-virtual-pipeline-stage {choice.group}": in_groups,
+        f"--schedule {word}": not c.is_stock,
+        f"--segments {segments}": not (c.is_stock or layout),
+        f"--num-virtual-stages-per-pipeline-rank {segments}": virtual and not layout,
+        "--overlap-p2p-communication-warmup-flush": virtual,  # or only its steady state overlaps
+        "--overlap-moe-expert-parallel-comm": c.combined,
+        "--overlap-grad-reduce": setup.num_replicas > 1,  # or DP.sync starts after all backwards
+        "--use-distributed-optimizer --overlap-param-gather": setup.distributed_optimizer,
+        "--delta-param-gather auto": setup.gathered_bits,
+        f"--num-distributed-optimizer-instances {instances}": instances > 1,
+        "--no-align-grad-reduce": not c.aligned,
+        f"--shard-segments {c.shards}": c.shards != "off",
+        # Pairs run without dropout, and only Megatron's own layers hand over.
+        "--transformer-impl local": choice.pairs and setup.tensor_parallel > 1,
+        "--attention-dropout 0 --hidden-dropout 0": choice.pairs,
+        "--moe-token-dispatcher-type alltoall": (
+            setup.expert_parallel > 1 and (c.combined or choice.pairs)
+        ),
+        "--preemptive-comm": c.preemptive,
+        # Without recomputation all that a forward saves leaves.
+        "--no-gradient-accumulation-fusion": c.offload and setup.asked_recompute == "none",
+        "--offload-activations on": c.offload,
+    }
+    yield from (flag for flag, given in flags.items() if given)
 
 
 def layout_of(layers: Sequence[int]) -> str:

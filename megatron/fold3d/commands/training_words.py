@@ -7,6 +7,7 @@ over. Commands take short forms beside them.
 
 import json
 from argparse import ArgumentError, ArgumentParser, Namespace
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -128,16 +129,20 @@ def unread(words: Sequence[str], typed: Sequence[str]) -> Mapping[str, str]:
         words: as of `read_words`, with a dollar sign where a part could not be read.
     """
     known = _parser()._option_string_actions
-    values = {
-        flag: value if is_whole else following
-        for word, following in pairwise((*words, "--"))
-        for flag, is_whole, value in [word.partition("=")]
-    }
     return {
-        flag: value
-        for flag, value in values.items()
-        if flag in known and known[flag].nargs != 0 and "$" in value and flag not in typed
+        flag: last
+        for flag, (*_, last) in values_of(words).items()
+        if flag in known and known[flag].nargs != 0 and "$" in last and flag not in typed
     }
+
+
+def values_of(words: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    """Return the values of each flag, which may be given several times; the last one counts."""
+    values = defaultdict[str, list[str]](list)
+    for word, following in pairwise((*words, "--")):
+        flag, is_whole, value = word.partition("=")
+        values[flag].append(value if is_whole else following)
+    return values
 
 
 def not_counted(args: Namespace) -> Iterator[str]:

@@ -91,14 +91,10 @@ def yours(user: Described, cluster: Cluster) -> tuple[Yours | None, tuple[str, .
     not_counted = [*left_out(own.args)]
     if config.choice.order == AUTO:
         not_counted.append("what --schedule auto chooses")
-    if not _fits(found, cluster):
+    if found.device_bytes > cluster.usable_bytes:
         not_counted.append("that it needs more memory than there is")
     notes = (f"not counted in yours: {', '.join(not_counted)}",) if not_counted else ()
     return Yours(run=found, alone=alone, same_layout=alike, coded=with_codes), notes
-
-
-def _fits(run: JudgedCandidate, cluster: Cluster) -> bool:
-    return run.device_bytes <= cluster.usable_bytes
 
 
 def _tried_alone(
@@ -112,8 +108,8 @@ def _tried_alone(
     for flags, candidate in _variants(args, own, shape.num_layers) if own.is_stock else ():
         with suppress(ValueError):  # nodes do not have equal ways through the switches
             run, name = judged(shape, cluster, candidate), flags.partition(" ")[0]
-            known = best.get(name)
-            if _fits(run, cluster) and (not known or run.iteration_s < known.run.iteration_s):
+            known, fits = best.get(name), run.device_bytes <= cluster.usable_bytes
+            if fits and (not known or run.iteration_s < known.run.iteration_s):
                 best[name] = OneFlag(flags, run)
     return tuple(sorted(best.values(), key=lambda one: one.run.iteration_s))
 
@@ -121,38 +117,32 @@ def _tried_alone(
 def _variants(args: Namespace, own: Candidate, num_layers: int) -> Iterator[tuple[str, Candidate]]:
     """Yield flags, and the run with them; several whose first flag is the same are its numbers."""
     sums, gathers = args.overlap_grad_reduce, args.overlap_param_gather
-    given = {"overlaps": sums, "gathers": gathers}
-    for flags, other, overlaps in (
-        *((*variant, given) for variant in _with_other_setup(args, own)),
-        *((*variant, given) for variant in _with_other_order(own, num_layers)),
-        *_with_overlaps(own, sums=sums, gathers=gathers),
-    ):
-        yield flags, as_run(other, **overlaps)
+    for flags, other in (*_with_other_setup(args, own), *_with_other_order(own, num_layers)):
+        yield flags, as_run(other, overlaps=sums, gathers=gathers)
+    yield from _with_overlaps(own, sums=sums, gathers=gathers)
 
 
-def _with_overlaps(
-    own: Candidate, *, sums: bool, gathers: bool
-) -> Iterator[tuple[str, Candidate, dict[str, bool]]]:
+def _with_overlaps(own: Candidate, *, sums: bool, gathers: bool) -> Iterator[tuple[str, Candidate]]:
     """Yield the distributed optimizer, and overlaps of DP.sync with computation."""
     setup = own.setup
     if setup.most_replicas == 1:
         return
     if not sums:
-        yield "--overlap-grad-reduce", own, {"overlaps": True, "gathers": gathers}
-    both = {"overlaps": True, "gathers": True}
+        yield "--overlap-grad-reduce", as_run(own, overlaps=True, gathers=gathers)
     for other in with_other_sums(own) if sums else ():
         flags = "" if other.aligned else "--no-align-grad-reduce"
         if (instances := other.setup.optimizer_instances) > 1:
             flags = f"--num-distributed-optimizer-instances {instances} {flags}".strip()
-        yield flags, other, {"overlaps": True, "gathers": gathers}
+        yield flags, as_run(other, overlaps=True, gathers=gathers)
     more = "" if sums else " --overlap-grad-reduce"  # which Megatron asks for
     if setup.distributed_optimizer and not gathers:
-        yield f"--overlap-param-gather{more}", own, both
+        yield f"--overlap-param-gather{more}", as_run(own, overlaps=True, gathers=True)
     if not setup.distributed_optimizer:
         flag = "--use-distributed-optimizer"
         sharded = replace(own, setup=replace(setup, distributed_optimizer=True))
-        yield flag, sharded, {"overlaps": sums, "gathers": False}
-        yield f"{flag} --overlap-param-gather{more}", sharded, both
+        yield flag, as_run(sharded, overlaps=sums, gathers=False)
+        both = as_run(sharded, overlaps=True, gathers=True)
+        yield f"{flag} --overlap-param-gather{more}", both
 
 
 def _with_other_setup(args: Namespace, own: Candidate) -> Iterator[tuple[str, Candidate]]:

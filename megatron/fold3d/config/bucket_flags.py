@@ -41,17 +41,8 @@ def reduces_early(args: Namespace) -> bool:
     With one hardware queue it may not, since its slices could block computation. With more than two
     replicas, a slice of an all-reduce may be summed in another order than the whole.
     """
-    may_gather = gathers_by_plan(args) or not args.use_distributed_optimizer
-    return bool(args.overlap_grad_reduce and may_gather and not any(delays_dp_sync(args)))
-
-
-def gathers_by_plan(args: Namespace) -> bool:
-    """Return True if actions of the plan gather the parameters of a distributed optimizer.
-
-    DDP's hooks then only wait: `launch.install` lets Megatron align all-gathers, even with one
-    segment, since unaligned hooks start the all-gather of the next bucket.
-    """
-    return bool(args.overlap_param_gather)
+    gathers = args.overlap_param_gather or not args.use_distributed_optimizer
+    return bool(args.overlap_grad_reduce and gathers and not any(delays_dp_sync(args)))
 
 
 def delays_dp_sync(args: Namespace) -> Iterator[str]:
@@ -103,7 +94,7 @@ def place_problems(args: Namespace) -> Iterator[str]:
             f"{found} without --overlap-grad-reduce: Megatron then reduces all gradients at the "
             "end of the iteration; add --overlap-grad-reduce, or give last"
         )
-    elif sharded and not gathers_by_plan(args):
+    elif sharded and not args.overlap_param_gather:
         yield (
             f"{found} with --use-distributed-optimizer: it needs a plan that gathers parameters; "
             "add --overlap-param-gather"

@@ -28,10 +28,6 @@ TOO_FEW_CONNECTIONS = (
 
 _ON = ("1", "y", "yes", "t", "true", "detail")  # values that torch reads as true
 _WAITS = "the host would wait for every transfer and reduction, and nothing would overlap"
-_TIMED = (
-    "with CUDA_DEVICE_MAX_CONNECTIONS=1: NCCL's collectives would have events with timing, and "
-    "computation would not start before these have passed"
-)
 _NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # on with any value
 _BLOCKING = {
     "CUDA_LAUNCH_BLOCKING": "a receive that is posted early would hold the host, which then never "
@@ -48,7 +44,8 @@ _TIMING = dict.fromkeys(
         *("TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING"),
         *("TORCH_NCCL_DESYNC_DEBUG", "NCCL_DESYNC_DEBUG"),
     ),
-    _TIMED,
+    "with CUDA_DEVICE_MAX_CONNECTIONS=1: NCCL's collectives would have events with timing, and "
+    "computation would not start before these have passed",
 )
 """The effect of settings where all streams share one hardware queue."""
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -118,11 +115,10 @@ def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
         f"--offload-activations {args.offload_activations}": args.offload_activations != "off",
         "--lazy-inter-segment": args.lazy_inter_segment,
     }
-    if (
-        asking := [flag for flag, given in flags.items() if given]
-    ) and not OFFLOAD_LIBRARY.exists():
+    asking = " and ".join(flag for flag, given in flags.items() if given)
+    if asking and not OFFLOAD_LIBRARY.exists():
         yield (
-            f"{' and '.join(asking)} without {OFFLOAD_LIBRARY}: on a GPU this library "
+            f"{asking} without {OFFLOAD_LIBRARY}: on a GPU this library "
             "copies and holds host memory; run: make build-cuda"
         )
 

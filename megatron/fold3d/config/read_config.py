@@ -8,11 +8,9 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megatron.fold3d.config.bucket_flags import (
     cuts_every_segment,
-    gathers_by_plan,
     has_one_queue,
     place_problems,
     reduces_early,
@@ -48,11 +46,9 @@ from megatron.fold3d.config.settings import DRAWS, asked, ties_embeddings
 from megatron.fold3d.config.trace_flags import iterations, records_tp_sync, trace_problems
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Job
+from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.transfers import RECEIVES_AHEAD
 from megatron.fold3d.plan.schedule_word import AUTO, VALUES, Word
-
-if TYPE_CHECKING:
-    from megatron.fold3d.plan.passes.offload import OffloadChoice
 
 
 def read_config(args: Namespace) -> Fold3DConfig:
@@ -143,23 +139,17 @@ def _job(args: Namespace, num_segments: int) -> Job:
         choice=_choice(args, num_segments),
         num_ranks=args.pipeline_model_parallel_size,
         steps_shards=bool(args.use_distributed_optimizer),
-        gathers_params=gathers_by_plan(args),
+        # DDP's hooks then only wait: `launch.install` lets Megatron align all-gathers, even with
+        # one segment, since unaligned hooks start the all-gather of the next bucket.
+        gathers_params=bool(args.overlap_param_gather),
         shards=args.shard_segments,
         grad_sync="overlap" if args.overlap_grad_reduce else "serial",
         reduces_early=reduces_early(args),
         receives_late=has_one_queue(args),
         receives_ahead=RECEIVES_AHEAD if args.device == "cpu" else 1,
-        offload=_offload(args),
+        offload=None if args.offload_activations == "off" else OffloadChoice(),
         parameter_share=0.5 if is_small and args.accumulate_allreduce_grads_in_fp32 else 1.0,
     )
-
-
-def _offload(args: Namespace) -> "OffloadChoice | None":
-    if args.offload_activations == "off":
-        return None
-    from megatron.fold3d.plan.passes.offload import OffloadChoice
-
-    return OffloadChoice()
 
 
 def _measured_keys(args: Namespace) -> Iterator[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
-from megatron.fold3d.observe.digits import digits
+from megatron.fold3d.observe.digits import digits, milliseconds, seconds
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
 from megatron.fold3d.observe.timeline import Lane, Timeline, covered_s
 from megatron.fold3d.observe.trace_files import RankTrace
@@ -72,6 +72,24 @@ class Breakdown:
     def iteration(self) -> Exposure:
         """Seconds, the mean over all ranks."""
         return mean(self.of_rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """One run on a page or a picture, such as the measured one, and its row of Table II."""
+
+    name: str
+    timeline: Timeline
+    row: Breakdown
+    is_predicted: bool = False
+
+    def ms(self, time_s: float) -> str:
+        """Return milliseconds with the digits that are known."""
+        return digits(1e3 * time_s) if self.is_predicted else milliseconds(time_s)
+
+    def time(self, time_s: float) -> str:
+        """Return a time with its unit and the digits that are known."""
+        return seconds(time_s) if self.is_predicted else f"{milliseconds(time_s)} ms"
 
 
 def measured(ranks: Sequence[RankTrace], timeline: Timeline) -> Breakdown:

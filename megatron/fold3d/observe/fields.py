@@ -8,6 +8,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from megatron.fold3d.plan.files import read_file
+
 
 def is_file_name(name: str) -> bool:
     """True if a name stands for a file that `from_file` reads."""
@@ -21,8 +23,6 @@ def read_text(path: Path) -> str:
         ValueError: the file is not text, or too long; the message begins with its path.
         OSError: the file cannot be read.
     """
-    from megatron.fold3d.plan.files import read_file  # nothing else here is about files of ours
-
     try:
         return read_file(path).decode("utf-8")
     except UnicodeDecodeError:
@@ -108,10 +108,9 @@ def check_fields(of: Any, *, may_be_zero: Container[str] = ()) -> None:
         value, name, kind = getattr(of, field.name), field.name, field.type
         if kind == int | None and value is not None:
             kind = int
-        if kind is str and not isinstance(value, str):
-            raise ValueError(f"found {name}={value!r}; it is text")
-        if kind is bool and not isinstance(value, bool):
-            raise ValueError(f"found {name}={value!r}; it is true or false")
+        for known, what in ((str, "text"), (bool, "true or false")):
+            if kind is known and not isinstance(value, known):
+                raise ValueError(f"found {name}={value!r}; it is {what}")
         if kind not in (int, float):
             continue
         if not is_number(value):

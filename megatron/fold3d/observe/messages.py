@@ -5,8 +5,7 @@ from megatron.fold3d.plan.ops import TO_DEVICE_OPS, WAYS
 
 (_RELOAD,) = TO_DEVICE_OPS
 _READ_BY = {way.compute: way for way in WAYS}
-_WAY_OF = {way.receive: way for way in WAYS}
-_WAY_FROM = {op: way for way in WAYS for op in (way.compute, way.send)}
+_WAY_OF = {op: way for way in WAYS for op in (way.compute, way.send, way.receive)}
 
 
 def message_to(computation: Action) -> Action | None:
@@ -23,8 +22,7 @@ def reload_to(computation: Action) -> Action:
 def message_from(action: Action) -> Action:
     """Return the message that carries a result: from 0F0, and from 0SEND_F0, it is 1RECV_F0."""
     stage, op, microbatch = action
-    way = _WAY_FROM[op]
-    return Action(stage + way.step, way.receive, microbatch)
+    return Action(stage + _WAY_OF[op].step, _WAY_OF[op].receive, microbatch)
 
 
 def reader_of(message: Action) -> Action:

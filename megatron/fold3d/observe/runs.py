@@ -7,15 +7,13 @@ the folder has one for each time, ``round-1`` and so on.
 import glob
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, chain
 from math import inf
 from pathlib import Path
 from random import Random
 from statistics import median
 
-from megatron.fold3d.observe.breakdown import Breakdown, measured
-from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.observe.breakdown import View, measured
 from megatron.fold3d.observe.trace_files import pipeline, read_ranks
 from megatron.fold3d.observe.trace_timeline import to_timeline
 from megatron.fold3d.observe.training_log import (
@@ -43,16 +41,14 @@ class Run:
     Attributes:
         rounds: the lines of its log, each iteration once, in order; for each time that it ran.
         warmup: how many of the first iterations are not timed, such as trials of ``auto``.
-        timeline: the timeline of its traced iterations, if there are any.
-        row: what the traces say beside the timeline.
+        traced: its traced iterations, if there are any.
         flags: the values of Megatron's flags that the log lists.
     """
 
     name: str
     rounds: tuple[tuple[LoggedIteration, ...], ...]
     warmup: int
-    timeline: Timeline | None
-    row: Breakdown | None = None
+    traced: View | None
     flags: Mapping[str, str] = field(default_factory=dict)
     shares_cores: bool = False
 
@@ -127,14 +123,15 @@ def read_run(path: Path, name: str, warmup: int) -> Run:
             f"{path}: found no line with 'elapsed time per iteration' and no trace; give the "
             "output of a training run, or a folder with it and what --trace wrote"
         )
-    ranks = read_ranks(traces[-1]) if traces else ()
-    timeline = to_timeline(pipeline(ranks)) if ranks else None
+    ranks, traced = read_ranks(traces[-1]) if traces else (), None
+    if ranks:
+        timeline = to_timeline(pipeline(ranks))
+        traced = View(name=name, timeline=timeline, row=measured(ranks, timeline))
     return Run(
         name=name,
         rounds=tuple(rounds),
         warmup=warmup,
-        timeline=timeline,
-        row=measured(ranks, timeline) if timeline else None,
+        traced=traced,
         flags=arguments(text),
         shares_cores=any(rank.shares_cores for rank in ranks),
     )
@@ -205,7 +202,7 @@ def _logs_beside(folder: Path) -> list[Path]:
     return _logs(folder.parent, _LOGS if folder.name == "trace" else of_name)
 
 
-def speed_ratio(first: Run, second: Run) -> Ratio:
+def _speed_ratio(first: Run, second: Run) -> Ratio:
     """Return by how much the second run's samples per second exceed the first's.
 
     If a line does not give its number of samples, all iterations count as equally large.
@@ -229,21 +226,10 @@ def speed_ratio(first: Run, second: Run) -> Ratio:
     return Ratio(median(rates[1]) / median(rates[0]), low, high)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The speed of the last of several runs, against each of the others.
-
-    Attributes:
-        runs: at least two; all of them have timed iterations.
-    """
-
-    runs: tuple[Run, ...]
-
-    @cached_property
-    def ratios(self) -> tuple[Ratio, ...]:
-        """How many times as fast the last run is as each of the others, in their order."""
-        *others, last = self.runs
-        return tuple(speed_ratio(other, last) for other in others)
+def speed_ratios(runs: Sequence[Run]) -> tuple[Ratio, ...]:
+    """Return how many times as fast the last run is as each of the others, in their order."""
+    *others, last = runs
+    return tuple(_speed_ratio(other, last) for other in others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ module combines the ranks, so that a measured run and a simulated one have the s
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
@@ -31,20 +31,17 @@ def to_timeline(ranks: Sequence[RankTrace]) -> Timeline:
         raise ValueError("found no iteration that all ranks recorded; trace again")
     recorded = [[row for row in rank.iterations if row.iteration in common] for rank in ranks]
     began_s = recorded[0][0].start_s
-    clocks = [
-        [_Clocked(row, number, row.start_s - began_s) for number, row in enumerate(rows)]
-        for rows in recorded
-    ]
-    messages = [list(_messages(clocks, rank)) for rank in range(len(ranks))]
+    recorded = [[replace(row, start_s=row.start_s - began_s) for row in rows] for rows in recorded]
+    messages = [list(_messages(recorded, rank)) for rank in range(len(ranks))]
     offsets_s = _offsets(messages)
-    start_s = min(rows[0].start_s + offsets_s[rank] for rank, rows in enumerate(clocks))
+    start_s = min(rows[0].start_s + offsets_s[rank] for rank, rows in enumerate(recorded))
     offsets_s = [offset_s - start_s for offset_s in offsets_s]
     timeline = Timeline.of(
         [
-            *(s for c in rows for s in spans_of(c.row, c.number, c.start_s + offset_s)),
+            *(s for n, row in enumerate(rows) for s in spans_of(row, n, row.start_s + offset_s)),
             *(message.span(offsets_s[message.sender], offset_s) for message in received),
         ]
-        for rows, received, offset_s in zip(clocks, messages, offsets_s, strict=True)
+        for rows, received, offset_s in zip(recorded, messages, offsets_s, strict=True)
     )
     if (found := timeline.num_segments) > ranks[0].num_segments:
         raise ValueError(
@@ -74,36 +71,29 @@ def spans_of(row: IterationTrace, number: int = 0, zero_s: float = 0.0) -> Itera
             yield Span(lane, zero_s + start_s, zero_s + end_s, action, number)
 
 
-@dataclass(frozen=True, slots=True)
-class _Clocked:
-    """One iteration of one rank, whose ``start_s`` counts from the start of the run."""
+def _times(row: IterationTrace) -> Mapping[Action, tuple[float, float]]:
+    """Return when each computation and transfer of an iteration began and ended."""
+    return {
+        action: (row.start_s + event.start_s, row.start_s + event.end_s)
+        for event in row.events
+        if event.kind in ("compute", "p2p") and (action := _action(event.name)) is not None
+    }
 
-    row: IterationTrace
-    number: int
-    start_s: float
 
-    def times(self) -> Mapping[Action, tuple[float, float]]:
-        """Return when each computation and transfer began and ended."""
-        return {
-            action: (self.start_s + event.start_s, self.start_s + event.end_s)
-            for event in self.row.events
-            if event.kind in ("compute", "p2p") and (action := _action(event.name)) is not None
-        }
+def _found_inputs(row: IterationTrace) -> Mapping[Action, float]:
+    """Return, for each computation whose message had already arrived, when the rank was free.
 
-    def found_inputs(self) -> Mapping[Action, float]:
-        """Return, for each computation whose message had already arrived, when the rank was free.
-
-        The time of the arrival itself is unknown.
-        """
-        waits = {e.name: e.end_s - e.start_s for e in self.row.events if e.kind == "wait"}
-        busy = [e for e in self.row.events if LANES[e.kind] in BUSY_LANES and not _is_gap(e)]
-        work = sorted(busy, key=lambda e: e.start_s)
-        return {
-            action: self.start_s + before.end_s
-            for before, event in pairwise(work)
-            if event.kind == "compute" and (action := _action(event.name)) is not None
-            if 2 * waits.get(f"wait {message_to(action)}", inf) < event.start_s - before.end_s
-        }
+    The time of the arrival itself is unknown.
+    """
+    waits = {e.name: e.end_s - e.start_s for e in row.events if e.kind == "wait"}
+    busy = [e for e in row.events if LANES[e.kind] in BUSY_LANES and not _is_gap(e)]
+    work = sorted(busy, key=lambda e: e.start_s)
+    return {
+        action: row.start_s + before.end_s
+        for before, event in pairwise(work)
+        if event.kind == "compute" and (action := _action(event.name)) is not None
+        if 2 * waits.get(f"wait {message_to(action)}", inf) < event.start_s - before.end_s
+    }
 
 
 class _Message(NamedTuple):
@@ -124,18 +114,18 @@ class _Message(NamedTuple):
         return Span(Lane.P2P, min(start_s, end_s), end_s, self.action, self.iteration)
 
 
-def _messages(clocks: Sequence[Sequence[_Clocked]], receiver: int) -> Iterator[_Message]:
+def _messages(recorded: Sequence[Sequence[IterationTrace]], receiver: int) -> Iterator[_Message]:
     """Yield the messages that a rank received.
 
     Stock's schedules record no sends and receives. There a message leaves when it has been computed
     and arrives when the computation that reads it begins.
     """
-    num_ranks = len(clocks)
+    num_ranks = len(recorded)
     if num_ranks == 1:
         return
-    for number, clocked in enumerate(clocks[receiver]):
-        here, found_s = clocked.times(), clocked.found_inputs()
-        there = [rows[number].times() for rows in clocks]
+    for number, row in enumerate(recorded[receiver]):
+        here, found_s = _times(row), _found_inputs(row)
+        there = [_times(rows[number]) for rows in recorded]
         for action, (start_s, _) in here.items():
             if (message := message_to(action)) is None:
                 continue

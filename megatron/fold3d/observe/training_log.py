@@ -13,7 +13,6 @@ _FIELDS = {
     "elapsed_ms": re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)"),
     # Megatron's, or where a script has a loss of its own the first that is named so.
     "loss": re.compile(r"(?:.*\| lm loss|.*?\|[^|:]* loss): (\S+)"),
-    "grad_norm": re.compile(r"grad norm: (\S+)"),
     "batch_size": re.compile(r"global batch size: +(\d+)"),
     "tflops": re.compile(r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)"),
 }
@@ -23,7 +22,7 @@ _FIELDS = {
 class LoggedIteration:
     """One line of the log, with None for values that it lacks.
 
-    Loss and gradient norm are missing where Megatron skipped the update, TFLOP/s per GPU without
+    The loss is missing where Megatron skipped the update, TFLOP/s per GPU without
     ``--log-throughput``. With ``--log-interval`` N, a line is the mean of N iterations.
     """
 
@@ -32,7 +31,6 @@ class LoggedIteration:
     """The number of the run's last one."""
     elapsed_ms: float
     loss: float | None = None
-    grad_norm: float | None = None
     batch_size: float | None = None
     tflops: float | None = None
 

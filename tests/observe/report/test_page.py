@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.observe.breakdown import Breakdown, exposure_of_ranks
-from megatron.fold3d.observe.report.page import View, page
+from megatron.fold3d.observe.breakdown import Breakdown, View, exposure_of_ranks
+from megatron.fold3d.observe.report.page import page
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.schedules import build

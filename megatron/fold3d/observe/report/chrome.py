@@ -15,8 +15,6 @@ from megatron.fold3d.plan.ops import PART_OPS, TABLE
 
 _US = 1e6
 _PER_LANE = 100  # threads at most; numbers are for sorting
-_Ends = tuple[tuple[int, Span], tuple[int, Span]]
-"""The rank and the span of a message's source, and of its reader."""
 
 
 def to_chrome(timelines: Mapping[str, Timeline]) -> str:
@@ -30,8 +28,7 @@ def to_chrome(timelines: Mapping[str, Timeline]) -> str:
             events.append(_metadata(pids[rank], 0, "process_name", title))
             for number, (lane, own) in enumerate(by_row(spans).items()):
                 events.extend(_lane(timeline, own, lane, pids[rank], number * _PER_LANE))
-        for ends, message in _messages(timeline):
-            events.extend(_arrow(next(flows), message, ends, pids))
+        events.extend(_arrows(timeline, pids, flows))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
@@ -77,31 +74,25 @@ def _metadata(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _messages(timeline: Timeline) -> Iterator[tuple[_Ends, Span]]:
-    """Yield each message with the computations at its two ends, and their ranks."""
+def _arrows(
+    timeline: Timeline, pids: Sequence[int], numbers: Iterator[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield each message as a flow from inside its source's slice to inside its reader's."""
     computed = {
-        (span.action, span.iteration): (rank, span)
-        for rank, spans in enumerate(timeline.ranks)
+        (span.action, span.iteration): (pid, span)
+        for pid, spans in zip(pids, timeline.ranks, strict=True)
         for span in spans
         if span.lane is Lane.COMPUTE
     }
-    for spans in timeline.ranks:
-        for message in spans:
-            if message.lane is not Lane.P2P or message.action is None:
-                continue
-            source = computed.get((source_of(message.action), message.iteration))
-            reader = computed.get((reader_of(message.action), message.iteration))
-            if source is not None and reader is not None:
-                yield (source, reader), message
-
-
-def _arrow(
-    number: int, message: Span, ends: _Ends, pids: Sequence[int]
-) -> Iterator[dict[str, Any]]:
-    """A flow begins inside the slice it comes from and ends inside the one it leads to."""
-    (sender, source), (receiver, target) = ends
-    inside_s = (source.start_s + source.end_s) / 2
-    common = {"name": str(message.action), "cat": "message", "id": number, "tid": 0}
-    yield {**common, "ph": "s", "pid": pids[sender], "ts": round(inside_s * _US, 3)}
-    arrives_us = round(target.start_s * _US, 3)
-    yield {**common, "ph": "f", "bp": "e", "pid": pids[receiver], "ts": arrives_us}
+    for message in (span for spans in timeline.ranks for span in spans):
+        if message.lane is not Lane.P2P or message.action is None:
+            continue
+        source = computed.get((source_of(message.action), message.iteration))
+        reader = computed.get((reader_of(message.action), message.iteration))
+        if source is not None and reader is not None:
+            (sender, sent), (receiver, read) = source, reader
+            common = {"name": str(message.action), "cat": "message", "id": next(numbers), "tid": 0}
+            inside_us = round((sent.start_s + sent.end_s) / 2 * _US, 3)
+            yield {**common, "ph": "s", "pid": sender, "ts": inside_us}
+            arrives_us = round(read.start_s * _US, 3)
+            yield {**common, "ph": "f", "bp": "e", "pid": receiver, "ts": arrives_us}

@@ -9,16 +9,19 @@ from megatron.fold3d.observe.timeline import Lane, Timeline
 _IDLE, _GOES_ON = "·", "─"
 
 
-def to_text(timeline: Timeline, *, width: int | None = None) -> str:
+def to_text(timeline: Timeline, *, width: int = 0, height: int = 0) -> str:
     """Return the computations of a timeline as a grid, whose unit is the shortest of them.
 
     Args:
         timeline: simulated or measured; times are rounded to the unit.
         width: characters of a line; longer rows go on in a further block. By default no limit.
+        height: lines of the width; a grid that has more is empty. By default no limit.
     """
     lanes = [timeline.lane(rank, Lane.COMPUTE) for rank in range(timeline.num_ranks)]
     durations = [span.duration_s for spans in lanes for span in spans if span.duration_s > 0]
     unit_s = min(durations, default=1.0)
+    if height and (not durations or timeline.makespan_s / unit_s > width * height):
+        return ""
     columns = max((round(spans[-1].end_s / unit_s) for spans in lanes if spans), default=0)
     cell = 1 + max((len(str(span.action)) for spans in lanes for span in spans), default=1)
     names = [f"rank {rank}" for rank in range(timeline.num_ranks)]
@@ -42,4 +45,5 @@ def to_text(timeline: Timeline, *, width: int | None = None) -> str:
         )
         for first in range(0, max(1, columns), per_block)
     ]
-    return "\n\n".join(blocks) + "\n"
+    text = "\n\n".join(blocks) + "\n"
+    return "" if 0 < height < text.count("\n") else text

@@ -5,7 +5,6 @@ scripts in `web` draw the diagram from the spans, which are embedded as columns.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
 from itertools import chain
 from json import JSONEncoder
@@ -13,17 +12,15 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from megatron.fold3d.observe.breakdown import COLUMNS, Breakdown, table_ii
+from megatron.fold3d.observe.breakdown import COLUMNS, Breakdown, View, table_ii
 from megatron.fold3d.observe.critical_path import PathStep, critical_path, path_seconds
-from megatron.fold3d.observe.digits import digits, milliseconds, seconds
 from megatron.fold3d.observe.report.palette import DARK_TEXT, color, shades, text_on
-from megatron.fold3d.observe.timeline import Lane, Timeline, by_row, queued
+from megatron.fold3d.observe.timeline import Lane, by_row, queued
 from megatron.fold3d.plan.ir import gc_paused
 from megatron.fold3d.plan.ops import TABLE
 
 _SCRIPTS = ("model.js", "canvas.js", "paint.js", "view.js")
 _US = 1e6
-# The fill of a column in a bar; what is not here has the color of an empty row.
 _KINDS = {
     "forward_s": "forward",
     "backward_s": "backward",
@@ -31,29 +28,16 @@ _KINDS = {
     "p2p_s": "p2p",
     "copy_s": "copy",
 }
+# How a column is painted in a bar; what is not here has the color of an empty row.
+_PAINTS = {"optimizer_s": f"background:var(--update);color:{DARK_TEXT}"} | {
+    field: f"background:{color(kind, 0, 1)};color:{text_on(kind, 0, 1)}"
+    for field, kind in _KINDS.items()
+}
 _ALIGN = (
     '<button id="align" aria-pressed="true" title="begin iterations of the same number together">'
     "Align iterations</button>"
 )
 _PATH_NAMES = {**COLUMNS, "idle_s": "idle"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """One run on the page, such as the measured one, and its row of Table II."""
-
-    name: str
-    timeline: Timeline
-    row: Breakdown
-    is_predicted: bool = False
-
-    def ms(self, time_s: float) -> str:
-        """Return milliseconds with the digits that are known."""
-        return digits(1e3 * time_s) if self.is_predicted else milliseconds(time_s)
-
-    def time(self, time_s: float) -> str:
-        """Return a time with its unit and the digits that are known."""
-        return seconds(time_s) if self.is_predicted else f"{milliseconds(time_s)} ms"
 
 
 @gc_paused()
@@ -262,22 +246,12 @@ def _bars(rows: Iterator[tuple[View, dict[str, float], dict[str, str]]]) -> Iter
         total_s = sum(times_s.values())
         yield f"<span>{escape(view.name)}</span>"
         yield f'<div><div class="stack" style="width:{100 * total_s / longest_s:.2f}%">'
-        for field in titles:
+        for field, title in titles.items():
             if (time_s := times_s.get(field, 0)) > 0:
-                time = view.time(time_s)
-                yield _piece(titles[field], _KINDS.get(field), time, time_s / total_s)
+                share = time_s / total_s
+                paint = _PAINTS.get(field, "background:var(--row);color:var(--soft)")
+                tip = escape(f"{title}: {view.time(time_s)}, {share:.1%}")
+                yield f'<div style="width:{100 * share:.3f}%;{paint}" title="{tip}">'
+                yield f"<span>{title} {share:.1%}</span></div>"
         yield f'</div></div><span class="of">{view.time(total_s)}</span>'
     yield "</div>"
-
-
-def _piece(title: str, kind: str | None, time: str, share: float) -> str:
-    paint = "background:var(--row);color:var(--soft)"
-    if title == COLUMNS["optimizer_s"]:
-        paint = f"background:var(--update);color:{DARK_TEXT}"
-    if kind is not None:
-        paint = f"background:{color(kind, 0, 1)};color:{text_on(kind, 0, 1)}"
-    tip = f"{title}: {time}, {share:.1%}"
-    return (
-        f'<div style="width:{100 * share:.3f}%;{paint}" title="{escape(tip)}">'
-        f"<span>{title} {share:.1%}</span></div>"
-    )

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.fold3d.predict.cost_model.cluster import USABLE_MEMORY, Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.search.best_first import BestFirst
 from megatron.fold3d.predict.search.bounds import Bounded
 from megatron.fold3d.predict.search.candidates import Candidate, candidates
 
@@ -47,13 +48,11 @@ def no_fit_message(
     given: Mapping[str, Any],
     *,
     found: Iterable[Bounded],
-    bounds_on: Callable[[Cluster], Callable[[Candidate], Bounded]],
 ) -> str:
     """Return a message with the missing memory, and with sizes with which the model fits.
 
     Args:
         found: candidates that are too large for memory.
-        bounds_on: returns, for a cluster, the function that bounds candidates on it.
     """
     need = min(b.device_bytes for b in found) / USABLE_MEMORY
     message = (
@@ -70,7 +69,7 @@ def no_fit_message(
     more = cluster
     while more.num_gpus <= _MOST_GPUS:
         fit = min(
-            map(bounds_on(more), candidates(shape, more, global_batch_size, least)),
+            map(BestFirst(shape, more).bounded, candidates(shape, more, global_batch_size, least)),
             key=lambda b: b.device_bytes,
             default=None,
         )

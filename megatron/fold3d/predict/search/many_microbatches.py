@@ -74,9 +74,16 @@ def iteration_s(
 
 
 def can_extrapolate(candidate: Candidate, estimate: Estimate) -> bool:
-    """Return True if extrapolation from three iterations may be exact and saves time."""
+    """Return True if extrapolation from three iterations may be exact and saves time.
+
+    It is not exact if more micro-batches may reach a limit, so that measures do not grow linearly.
+    Memory limits delayed weight gradients and late copies; a budget limits pauses of DP.sync.
+    """
     few = candidate.num_microbatches < _LEAST_SAVED * sum(_three_sizes(candidate, estimate))
-    return not few and not _has_a_limit(candidate, estimate)
+    costs = estimate.costs
+    copies = zip(costs.offload_s + costs.reload_s, costs.forward_s + costs.backward_s, strict=True)
+    copies_lag = candidate.offload and any(copy_s > compute_s for copy_s, compute_s in copies)
+    return not (few or candidate.choice.fills_gaps or copies_lag or candidate.preemptive)
 
 
 def with_microbatches(candidate: Candidate, number: int) -> Candidate:
@@ -135,14 +142,3 @@ def _keeps_pace(timeline: Timeline, microbatch: int, group: int, near_s: float) 
                 key = action.stage // timeline.num_ranks, action.op
                 paces.setdefault(key, []).append(start_s[next_] - begun_s)
     return all(max(of_ranks) - min(of_ranks) <= near_s for of_ranks in paces.values())
-
-
-def _has_a_limit(candidate: Candidate, estimate: Estimate) -> bool:
-    """Return True if more micro-batches may reach a limit, so that measures do not grow linearly.
-
-    Memory limits delayed weight gradients and late copies; a budget limits pauses of DP.sync.
-    """
-    costs = estimate.costs
-    copies = zip(costs.offload_s + costs.reload_s, costs.forward_s + costs.backward_s, strict=True)
-    copies_lag = candidate.offload and any(copy_s > compute_s for copy_s, compute_s in copies)
-    return candidate.choice.fills_gaps or copies_lag or candidate.preemptive

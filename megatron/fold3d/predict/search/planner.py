@@ -103,7 +103,6 @@ def search(
                     global_batch_size,
                     given,
                     found=[b for b in everything if b.host_bytes <= judge.host_limit_bytes],
-                    bounds_on=lambda other: BestFirst(shape, other, progress).bounded,
                 )
             )
         others = dict.fromkeys(
