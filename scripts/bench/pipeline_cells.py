@@ -161,7 +161,7 @@ def _cells(cell: PipelineCell, runs: Sequence[Run]) -> list[str]:
         *("-" if ms is None else f"{ms:.0f}" for ms in each),
         f"{cell.bound_ms:.0f}",
         *("-" if ours is None else faster(ms / ours - 1) for ms in (fastest, default)),
-        _ratio(ours, cell.bound_ms),
+        "-" if ours is None else f"{ours / cell.bound_ms:.2f}",
     ]
 
 
@@ -170,7 +170,3 @@ def _median_ms(runs: Sequence[Run], variant: Variant) -> float | None:
         ms for run in runs if run.variant == variant and not run.failure for ms in run.times_ms
     ]
     return Spread.of(times_ms).median_ms if times_ms else None
-
-
-def _ratio(of: float | None, to: float | None) -> str:
-    return "-" if of is None or to is None else f"{of / to:.2f}"

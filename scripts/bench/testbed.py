@@ -162,10 +162,6 @@ class Testbed:
         """The host's address; no other machine can reach it."""
         return f"10.77.0.{host + 1}" if self.link else "127.0.0.1"
 
-    def enter(self, host: int) -> tuple[str, ...]:
-        """Words to put before a command, so that it runs on the host and dies with this process."""
-        return (*_DIES_WITH_PARENT, "nsenter", f"--net={self.namespace(host)}", "--")
-
     def namespace(self, host: int) -> str:
         """Path of the host's network namespace."""
         return f"/proc/{self._holders[host].pid}/ns/net"
@@ -176,7 +172,7 @@ class Testbed:
         def begin(host: int, environment: Mapping[str, str], log: Path) -> Process:
             with log.open("wb") as output:
                 return subprocess.Popen(
-                    [*self.enter(host), *command],
+                    [*_DIES_WITH_PARENT, *self._inside(host), *command],
                     env=os.environ | environment,
                     cwd=cwd,
                     stdin=subprocess.DEVNULL,
@@ -268,6 +264,7 @@ class Testbed:
         }
 
     def _inside(self, host: int) -> tuple[str, ...]:
+        """Words to put before a command, so that it runs on the host or on the switch."""
         return ("nsenter", f"--net={self.namespace(host)}", "--")
 
     def _ip(self, host: int, *lines: str) -> None:

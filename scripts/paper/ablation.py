@@ -36,7 +36,7 @@ def ablation(times: Times = iteration) -> Result:
         if not point.on_cpu:
             rates.append(rate(name, column, times, point, name, known.get(name)))
         gain = known[name] / known["megatron"] if name in known else None
-        found = against_megatron(name, column, times, point, name, _inverse, gain)
+        found = against_megatron(name, column, times, point, name, lambda part: 1 / part, gain)
         gains.append(replace(found, is_gain=True))
     grids = (
         Grid(title=TFLOPS, numbers=tuple(rates)),
@@ -55,7 +55,3 @@ def ablation(times: Times = iteration) -> Result:
         grids=grids,
         notes=(job, _QUEUES, *notes),
     )
-
-
-def _inverse(part: float) -> float:
-    return 1 / part

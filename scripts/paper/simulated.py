@@ -42,16 +42,13 @@ def iteration(point: Point, name: str) -> Iteration:
     system = SYSTEMS[name]
     if not system.candidate:
         return Iteration(parts=_zero3(point))
-    timelines = _auto(point) if name == "auto" else [_timeline(point, name)]
+    timelines = [_timeline(point, "megatron-best" if name == "auto" else name)]
+    if name == "auto":  # a run with the distributed optimizer chooses between two orders
+        timelines.append(_timeline(point, "aiao", sharded=True))
     return min(
         (Iteration(parts=mean(exposure(timeline))) for timeline in timelines),
         key=lambda found: found.total_s,
     )
-
-
-def _auto(point: Point) -> list[Timeline]:
-    """Return the orders among which a run with the distributed optimizer chooses."""
-    return [_timeline(point, "megatron-best"), _timeline(point, "aiao", sharded=True)]
 
 
 def _hardware(point: Point) -> Cluster:

@@ -10,7 +10,7 @@ their FLOPs. These are fitted, on the calibration rows alone:
 Everything else follows from the shapes. `row_sizes` has the columns of memory and throughput.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.fold3d.observe.exposure import exposure, mean
@@ -110,7 +110,10 @@ def calibrate(tables: Tables, rows: Sequence[Row]) -> Fit:
         serial = [row for row in here if row.get("pp") and row["system"] != "Fold3D"]
         if not serial:
             raise ValueError(f"no calibration row of {cluster} exposes all of its DP.sync")
-        volumes = [max(_rank_sync_bytes(tables, row)) for row in serial]
+        volumes = [
+            grad_sync_s(max(tables.stage_gradient_bytes(row, 1)), tables.nodes_per_group(row), 1.0)
+            for row in serial
+        ]
         sync[cluster] = sum(volumes) / sum(row["dpsync_ms"] / 1e3 for row in serial)
         if zero := [row for row in here if not row.get("pp")]:
             unit = Fit(sync, {cluster: 1.0}, 0.0)
@@ -126,11 +129,6 @@ def calibrate(tables: Tables, rows: Sequence[Row]) -> Fit:
         return sum(error(row, predict(tables, row, fit)) ** 2 for row in pipelines)
 
     return Fit(sync, gather, _minimum(loss, 0.0, 0.02))
-
-
-def _rank_sync_bytes(tables: Tables, row: Row) -> Iterable[float]:
-    nodes = tables.nodes_per_group(row)
-    return (grad_sync_s(w, nodes, 1.0) for w in tables.stage_gradient_bytes(row, 1))
 
 
 def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
