@@ -204,12 +204,12 @@ def test_a_cluster_without_end_is_refused(fold3d, tmp_path: Path):
 
 def test_a_model_that_does_not_fit_is_answered_with_no(fold3d):
     line = "simulate --schedule 1f1b --pp 4 --microbatches 8 --model gpt3-14b --cluster a100x32"
-    code, out, err = fold3d(f"{line} --tp 8 --micro-batch-size 16 --recompute none")
+    code, out, err = fold3d(f"{line} --tp 8 --micro-batch-size 16 --transformer-impl local")
     assert code == 1
     assert "peak memory" in out
     assert "rank 0 needs" in err
     assert err.endswith("; `fold3d search` finds sizes that fit\n")
-    assert fold3d(f"{line} --tp 8 --micro-batch-size 16 --recompute selective")[0] == 0
+    assert fold3d(f"{line} --tp 8 --micro-batch-size 16 --recompute none")[0] == 0  # fused
 
 
 def test_a_measured_layer_replaces_the_rate_of_the_gpus(fold3d):
@@ -347,7 +347,7 @@ def test_one_queue_costs_a_model_little_since_training_heeds_it(fold3d):
     assert period_s(in_a_row) > 1.5 * sliced_s
 
 
-PAIRED = "simulate --schedule aiao:pairs=on --pp 2 --microbatches 4 --tp 2 --recompute none"
+PAIRED = "simulate --schedule aiao:pairs=on --pp 2 --microbatches 4 --tp 2 --transformer-impl local"
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_numbers_of_recomputed_layers_that_cannot_be_are_refused(fold3d, line: s
 REPLICATED = (
     "simulate --schedule aiao --pp 2 --segments 8 --microbatches 8 --model testbed "
     "--cluster testbedx4-0.125g --layer-forward-s 0.012 --fp32 --use-distributed-optimizer "
-    "--recompute none"
+    "--transformer-impl local"
 )
 
 
@@ -640,7 +640,8 @@ def test_layers_that_cannot_be_are_refused(fold3d, line: str, message: str):
 
 def test_flops_are_the_models_and_those_with_what_is_recomputed(fold3d):
     line = (
-        "simulate --schedule 1f1b --pp 4 --microbatches 8 --model gpt3-14b --cluster a100x32 --tp 8"
+        "simulate --schedule 1f1b --pp 4 --microbatches 8 --model gpt3-14b --cluster a100x32 "
+        "--tp 8 --transformer-impl local"  # fused attention recomputes its scores in any case
     )
     _, out, _ = fold3d(f"{line} --recompute full")
     assert re.search(

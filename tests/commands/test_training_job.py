@@ -20,7 +20,7 @@ def test_short_forms_say_what_flags_say(fold3d):
     by_flags = fold3d(f"{SIMULATE} --json -- {JOB} --schedule aiao:step=next --lr 1e-4")
     short = fold3d(
         f"{SIMULATE} --json --schedule aiao:step=next --pp 2 --segments 4 --microbatches 8 "
-        "--model 16-1024-16-1024 --micro-batch-size 2 --recompute none"
+        "--model 16-1024-16-1024 --micro-batch-size 2 --transformer-impl local"
     )
     found, other = (json.loads(out) for _, out, _ in (by_flags, short))
     assert found["period_s"] == other["period_s"]

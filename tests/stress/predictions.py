@@ -87,7 +87,7 @@ def draw(dice: random.Random) -> Job:
     ]
     short = [
         f"--schedule {word} --pp {ranks} --segments {segments} --micro-batch-size {size}",
-        f"--model {layers}-{hidden}-16-{length}",
+        f"--model {layers}-{hidden}-16-{length} --transformer-impl local",
     ]
     if word.parts or sharded or dice.random() < 0.7:
         flags.append("--overlap-grad-reduce")
@@ -104,8 +104,6 @@ def draw(dice: random.Random) -> Job:
     elif recomputes:
         flags.append(_FULL)
         short.append("--recompute full")
-    else:
-        short.append("--recompute none")
     if shards:
         flags.append("--shard-segments weights")
         short.append("--shard-segments weights")

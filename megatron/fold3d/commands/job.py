@@ -9,7 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.fold3d.commands.cost_sources import CostsOf
-from megatron.fold3d.commands.megatron_flags import Described, layers_of, precision_of
+from megatron.fold3d.commands.megatron_flags import (
+    Described,
+    layers_of,
+    precision_of,
+    recompute_of,
+)
 from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.commands.training_words import not_counted
 from megatron.fold3d.config.all_flags import megatron_defaults
@@ -27,7 +32,7 @@ from megatron.fold3d.policy.partition import layers_of_stages
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.coded_gathers import coded_bits
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
-from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
+from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.settled import PredictedRun
 
@@ -206,8 +211,6 @@ def _replicas(args: Namespace, hardware: Cluster | None) -> int:
 def setup_of(args: Namespace, data_parallel: int, cluster: Cluster | None = None) -> Setup:
     """Return the setup that flags describe, from Megatron's namespace."""
     layers = layers_of(args, cluster)
-    # Fused attention keeps no scores and computes them again, as selective recomputation.
-    otherwise: Recompute = "none" if layers["keeps_scores"] else "selective"
     return Setup(
         tensor_parallel=args.tensor_model_parallel_size,
         data_parallel=data_parallel,
@@ -215,7 +218,7 @@ def setup_of(args: Namespace, data_parallel: int, cluster: Cluster | None = None
         sequence_parallel=args.sequence_parallel,
         distributed_optimizer=args.use_distributed_optimizer,
         optimizer_instances=args.num_distributed_optimizer_instances,
-        recompute=args.recompute_granularity or otherwise,
+        recompute=recompute_of(args, keeps_scores=layers["keeps_scores"]),
         context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size,
         expert_tensor_parallel=(args.num_experts and args.expert_tensor_parallel_size) or 0,

@@ -28,6 +28,7 @@ from megatron.fold3d.observe.fields import read_text
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import MOST_LAYERS, ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.presets import preset_flags
+from megatron.fold3d.predict.cost_model.sizes import Recompute
 
 # Flags whose values have to be known, since the model or the batch depends on them.
 _OF_MODEL = (
@@ -69,19 +70,22 @@ class Described:
     def given(self, cluster: Cluster | None = None) -> dict[str, Any]:
         """Return what the search does not choose: typed sizes, and what it never chooses."""
         args, typed = self.args, self.typed
+        layers, recompute = layers_of(args, cluster), None
+        if typed.recompute is not None:
+            recompute = recompute_of(args, keeps_scores=layers["keeps_scores"])
         sizes = {
             "tensor_parallel": typed.tp,
             "data_parallel": typed.dp,
             "num_ranks": typed.pp,
             "num_segments": typed.segments,
             "microbatch_size": typed.micro_batch_size,
-            "recompute": typed.recompute,
+            "recompute": recompute,
             "context_parallel": self._fixed("context_parallel_size"),
             "expert_parallel": self._fixed("expert_model_parallel_size"),
             "expert_tensor_parallel": args.expert_tensor_parallel_size,
         }
         given = {name: value for name, value in sizes.items() if value is not None}
-        return given | precision_of(args) | layers_of(args, cluster)
+        return given | precision_of(args) | layers
 
     def _fixed(self, name: str) -> int | None:
         """Return a size that the flags give; None leaves it to the search."""
@@ -252,6 +256,12 @@ def layers_of(args: Namespace, cluster: Cluster | None = None) -> dict[str, bool
     is_fused = args.transformer_impl == "transformer_engine" and backend != "unfused"
     is_fused &= cluster is None or cluster.has_bf16
     return {"local_layers": args.transformer_impl == "local", "keeps_scores": not is_fused}
+
+
+def recompute_of(args: Namespace, *, keeps_scores: bool) -> Recompute:
+    """Return what is recomputed. Attention that keeps no scores always recomputes them."""
+    asked: Recompute | None = args.recompute_granularity
+    return asked or ("none" if keeps_scores else "selective")
 
 
 def shape_of(args: Namespace) -> ModelShape:

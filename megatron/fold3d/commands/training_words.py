@@ -220,10 +220,8 @@ def _write_out(args: Namespace) -> None:
     for name in _DROPOUTS:
         if getattr(args, name) is None:
             setattr(args, name, 0.1 if args.microbatches is None else 0.0)
-    if args.recompute == "none":
-        args.transformer_impl, args.gradient_accumulation_fusion = "local", False
-    elif args.recompute is not None:
-        args.recompute_granularity = args.recompute
+    if args.recompute is not None:
+        args.recompute_granularity = None if args.recompute == "none" else args.recompute
     if args.transformer_impl == "local" and not has_fusion_kernel():  # as training assumes
         args.gradient_accumulation_fusion = False
     if args.recompute_activations and args.recompute_granularity is None:
