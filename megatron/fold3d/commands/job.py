@@ -218,7 +218,7 @@ def setup_of(args: Namespace, data_parallel: int, cluster: Cluster | None = None
         sequence_parallel=args.sequence_parallel,
         distributed_optimizer=args.use_distributed_optimizer,
         optimizer_instances=args.num_distributed_optimizer_instances,
-        recompute=recompute_of(args, keeps_scores=layers["keeps_scores"]),
+        recompute=recompute_of(args, layers),
         context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size,
         expert_tensor_parallel=(args.num_experts and args.expert_tensor_parallel_size) or 0,

@@ -6,7 +6,7 @@ matter to it are ignored.
 
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,16 +70,14 @@ class Described:
     def given(self, cluster: Cluster | None = None) -> dict[str, Any]:
         """Return what the search does not choose: typed sizes, and what it never chooses."""
         args, typed = self.args, self.typed
-        layers, recompute = layers_of(args, cluster), None
-        if typed.recompute is not None:
-            recompute = recompute_of(args, keeps_scores=layers["keeps_scores"])
+        layers = layers_of(args, cluster)
         sizes = {
             "tensor_parallel": typed.tp,
             "data_parallel": typed.dp,
             "num_ranks": typed.pp,
             "num_segments": typed.segments,
             "microbatch_size": typed.micro_batch_size,
-            "recompute": recompute,
+            "recompute": typed.recompute and recompute_of(args, layers),
             "context_parallel": self._fixed("context_parallel_size"),
             "expert_parallel": self._fixed("expert_model_parallel_size"),
             "expert_tensor_parallel": args.expert_tensor_parallel_size,
@@ -258,10 +256,14 @@ def layers_of(args: Namespace, cluster: Cluster | None = None) -> dict[str, bool
     return {"local_layers": args.transformer_impl == "local", "keeps_scores": not is_fused}
 
 
-def recompute_of(args: Namespace, *, keeps_scores: bool) -> Recompute:
-    """Return what is recomputed. Attention that keeps no scores always recomputes them."""
+def recompute_of(args: Namespace, layers: Mapping[str, bool]) -> Recompute:
+    """Return what is recomputed. Attention that keeps no scores always recomputes them.
+
+    Args:
+        layers: what `layers_of` says.
+    """
     asked: Recompute | None = args.recompute_granularity
-    return asked or ("none" if keeps_scores else "selective")
+    return asked or ("none" if layers["keeps_scores"] else "selective")
 
 
 def shape_of(args: Namespace) -> ModelShape:

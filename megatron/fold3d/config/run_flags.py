@@ -214,10 +214,11 @@ def _ranks(args: Namespace) -> Iterator[str]:
 def stock_group_problems(args: Namespace, replicas: int) -> Iterator[str]:
     """Yield one message if stock's interleaved schedule cannot run the number of micro-batches."""
     ranks, size = args.pipeline_model_parallel_size, args.micro_batch_size
-    is_stocks = word_of(args).order == "stock" and num_segments(args) > 1
+    segments = num_segments(args)
+    is_stocks = word_of(args).order == "stock" and segments > 1
     if not is_stocks or ranks == 1 or size is None:
         return
-    found = f"{num_segments(args)} segments with --schedule stock"
+    found = f"{segments} segments with --schedule stock"
     group = args.microbatch_group_size_per_vp_stage or ranks
     if group < ranks:
         yield (
