@@ -27,18 +27,6 @@ def test_auto_may_split_every_segment(config):
             config(f"{AIAO} --schedule {word}")
 
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        (f"{AIAO} --schedule aiao:wgrad=last@1,4", "1,4: there is no segment 4, a rank holds 4"),
-        (f"{AIAO} --segments auto --schedule aiao:wgrad=last@1", "1 with --segments auto"),
-        (f"{AIAO} --segments auto --schedule aiao:wgrad=gaps", "gaps with --segments auto"),
-    ],
-)
-def test_segments_that_are_not_known_or_not_there_are_refused(refused, line: str, found: str):
-    refused(line, f"wgrad=.*{found}", alone=False)
-
-
 def test_transformer_engine_splits_fused_backwards_and_experts(config):
     for more in ("", "--num-experts 4 --moe-grouped-gemm --disable-bias-linear"):
         found = config(f"{ENGINE} {more}")
@@ -61,37 +49,6 @@ def test_weight_grads_are_behind_their_own_backwards_where_the_word_says(config)
     assert (whole.apart, whole.choice.where(wgrad="behind")) == ((1, 2), (1, 2))
 
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        (
-            f"{SHARDS} --schedule aiao:step=next:wgrad=behind@3",
-            "behind@3 with step=next and --use-distributed-optimizer",
-        ),
-        (
-            f"{AIAO} --schedule aiao:wgrad=behind@3 --use-distributed-optimizer",
-            "behind@3 without --overlap-grad-reduce",
-        ),
-        (
-            f"{SHARDS} --schedule aiao:wgrad=behind@3",
-            "behind@3 with --use-distributed-optimizer: it needs a plan",
-        ),
-        (
-            f"{REDUCE} --preemptive-comm --schedule aiao:step=next:wgrad=behind@3",
-            "behind@3 with --preemptive-comm: DP.sync",
-        ),
-        (
-            f"{REDUCE} --deterministic-mode --schedule aiao:wgrad=behind@3",
-            "behind@3 with --deterministic-mode: DP.sync",
-        ),
-    ],
-)
-def test_weight_grads_that_cannot_be_where_the_word_says_are_refused_with_a_fix(
-    refused, line: str, found: str
-):
-    refused(line, f"wgrad={found}.*; (add|give)", alone=False)
-
-
 def test_an_old_transformer_engine_is_refused(config, monkeypatch: pytest.MonkeyPatch):
     for version, is_refused in (("2.7.0", True), ("2.8.0+abc", False), ("2.11.1", False)):
         monkeypatch.setattr(metadata, "version", lambda _, version=version: version)
@@ -108,14 +65,45 @@ def test_zero_bubble_splits_the_backwards_of_its_segment(config):
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("word", "flags", "found"),
     [
+        ("aiao:wgrad=last@1,4", AIAO, "wgrad=last@1,4: there is no segment 4, a rank holds 4"),
+        ("aiao:wgrad=last@1", f"{AIAO} --segments auto", "wgrad=last@1 with --segments auto"),
+        ("aiao:wgrad=gaps", f"{AIAO} --segments auto", "wgrad=gaps with --segments auto"),
         (
-            f"--schedule zb-h1 {LOCAL} --transformer-impl inference_optimized",
-            "with --transformer-impl",
+            "aiao:step=next:wgrad=behind@3",
+            SHARDS,
+            "wgrad=behind@3 with step=next and --use-distributed-optimizer.*; (add|give)",
         ),
-        ("--schedule zb-h2 --transformer-impl local", "with fused weight gradients"),
+        (
+            "aiao:wgrad=behind@3",
+            f"{AIAO} --use-distributed-optimizer",
+            "wgrad=behind@3 without --overlap-grad-reduce.*; (add|give)",
+        ),
+        (
+            "aiao:wgrad=behind@3",
+            SHARDS,
+            "wgrad=behind@3 with --use-distributed-optimizer: it needs a plan.*; (add|give)",
+        ),
+        (
+            "aiao:step=next:wgrad=behind@3",
+            f"{REDUCE} --preemptive-comm",
+            "wgrad=behind@3 with --preemptive-comm: DP.sync.*; (add|give)",
+        ),
+        (
+            "aiao:wgrad=behind@3",
+            f"{REDUCE} --deterministic-mode",
+            "wgrad=behind@3 with --deterministic-mode: DP.sync.*; (add|give)",
+        ),
+        (
+            "zb-h1",
+            f"{LOCAL} --transformer-impl inference_optimized",
+            "--schedule zb-h1.*with --transformer-impl",
+        ),
+        ("zb-h2", "--transformer-impl local", "--schedule zb-h2.*with fused weight gradients"),
     ],
 )
-def test_zero_bubble_refuses_what_splits_no_backward(refused, line: str, found: str):
-    refused(line, f"--schedule zb-h.*{found}")
+def test_weight_grads_that_cannot_be_where_the_word_says_are_refused_with_a_fix(
+    refused, word, flags, found
+):
+    refused(f"{flags} --schedule {word}", found, alone=word.startswith("zb"))
