@@ -10,8 +10,6 @@ from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES
-from megatron.fold3d.predict.cost_model.cluster import cluster
-from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import (
     Setup,
@@ -27,6 +25,7 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate, steady_state
 from tests.plans import built, deferred_grad_sync
+from tests.predict.setups import estimated
 
 # Over time
 
@@ -169,7 +168,7 @@ def test_messages_gradients_and_the_last_stage():
     shape, setup = model_shape("gpt3-18b"), Setup(tensor_parallel=8, sequence_parallel=True)
     assert message_bytes(shape, setup) == 1024 * 6144 * 2 / 8
     (held,) = held_parameters(shape, setup, 1)
-    on_gpus = estimate(shape, cluster("a100x8"), setup, num_ranks=1, num_segments=1)
+    on_gpus = estimated(shape, "a100x8", setup)
     assert on_gpus.gradient_bytes == (4 * held.dense,)
     # Norms, positions and biases behind a sum are on all ranks.
     assert held.dense == pytest.approx(shape.num_parameters / 8, rel=5e-3)
@@ -199,10 +198,3 @@ def test_the_steady_state_hides_what_fits_behind_the_next_forward():
     # Segment 1's reduction (20) has 16 behind segment 0's backward; the rest follows segment 0's,
     # while its next forward runs: only segment 0's own is exposed.
     assert timeline.period_s == pytest.approx(alone + 20.0)
-
-
-def test_without_deferred_work_all_iterations_are_equal():
-    plan = built("1f1b", 3, 1, 4)
-    timeline = steady_state(plan, Costs.uniform(3))
-    ends = timeline.iteration_ends_s(0)
-    assert ends == (18.0, 36.0, 54.0)
