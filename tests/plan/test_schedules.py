@@ -1,11 +1,7 @@
 import pytest
 
 from megatron.fold3d.plan.ir import PlanError
-from megatron.fold3d.plan.schedules import (
-    ONE_SEGMENT_SCHEDULES,
-    SCHEDULES,
-    SPLIT_SCHEDULES,
-)
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES
 from tests import plans
 
 
@@ -139,7 +135,7 @@ def test_a_one_segment_schedule_refuses_more(schedule: str):
 
 
 @pytest.mark.parametrize("group_size", [-1, 0, 1, 3])
-def test_a_group_smaller_than_the_pipeline_is_refused(group_size: int):
+def test_a_group_smaller_than_the_pipeline_is_refused(group_size):
     # Smallest that hung: p=3, v=2, m=3 in groups of 1, where 3F2 waits for 2F2, 2F2 for 2B0,
     # and 2B0 for 3B0, which comes after 3F2.
     with pytest.raises(PlanError, match=f"groups of {group_size} .* on 4 ranks; .* at least 4"):

@@ -7,11 +7,7 @@ from megatron.fold3d.plan.memory import peak_activations, peak_on_host
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.recompute_order import check_recompute_order
-from megatron.fold3d.plan.schedules import (
-    ONE_SEGMENT_SCHEDULES,
-    SCHEDULES,
-    SPLIT_SCHEDULES,
-)
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.plan.weight_order import check_oldest_first
 from tests.plans import built, planned
