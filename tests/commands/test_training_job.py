@@ -87,7 +87,7 @@ def test_what_is_not_simulated_is_named(fold3d):
         (f"{SIMULATE} -- {MODEL} --global-batch-size 9", "8 replicas: each computes equally many"),
         (
             f"{SIMULATE} -- {JOB} --tensor-model-parallel-size 3",
-            "take 6 GPUs for a model, and a100x8-100g has 8",
+            "take 6 GPUs for a model, and a100",
         ),
         (f"{SIMULATE} -- {JOB} --recompute-layers x", "--recompute-layers: 'x' is neither a list"),
         (f"{SIMULATE} -- {JOB} --micro-batch-size 0", "--micro-batch-size 0: it is at least one"),

@@ -399,65 +399,41 @@ def test_what_cannot_be_traced_is_refused(problem, flags: str, found: str) -> No
 
 
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
-GROUPED = f"--schedule interleaved --segments 2 --pipeline-model-parallel-size 4 {GROUP}"
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+GROUPED = f"interleaved --segments 2 --pipeline-model-parallel-size 4 {GROUP}"
+READ = "only 1f1b, aiao, interleaved read it"
 
 
 def test_groups_of_interleaved_hold_a_microbatch_per_rank(config) -> None:
-    assert config(f"{GROUPED} 4").choice.group == 4
+    assert config(f"--schedule {GROUPED} 4").choice.group == 4
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("word", "found"),
     [
         (f"{GROUPED} 3", f"{GROUP} 3 with --schedule interleaved:"),
         (
-            f"--schedule aiao {TWO_RANKS} --decoder-first-pipeline-num-layers 9",
-            "--decoder-first-pipeline-num-layers 9 of 8 layers: the other 1 ranks hold one layer "
-            "each at least; give 7 at most",
+            f"aiao {FIRST} 9",
+            f"{FIRST} 9 of 8 layers: the other 1 ranks hold one layer each at least; give 7 at "
+            "most",
         ),
-        (
-            f"--schedule aiao {TWO_RANKS} --decoder-last-pipeline-num-layers 0",
-            "--decoder-last-pipeline-num-layers 0: a rank holds one layer at least; give 1 or more",
-        ),
-        (
-            f"--schedule aiao {TWO_RANKS} --decoder-first-pipeline-num-layers -1 "
-            "--decoder-last-pipeline-num-layers 9",
-            "--decoder-first-pipeline-num-layers -1: a rank holds one layer at least; give 1 or "
-            "more",
-        ),
+        (f"aiao {LAST} 0", f"{LAST} 0: a rank holds one layer at least; give 1 or more"),
+        (f"aiao {FIRST} -1 {LAST} 9", f"{FIRST} -1: a rank holds one layer at least; give 1 or"),
         # Parts of the word that nothing reads
+        ("stock:ahead=3", f"ahead=3 with --schedule stock: {READ}"),
+        ("afab:ahead=3", f"ahead=3 with --schedule afab: {READ}"),
+        ("1f1b:ahead=0", "ahead=0: a rank runs at least one forward ahead"),
+        ("aiao:group=4", "group=4 with --schedule aiao: only interleaved has groups"),
+        ("interleaved:group=1 --segments 2", "group=1: ranks wait for one another"),
+        (f"interleaved:group=4 --segments 2 {GROUP} 2", f"group=4 with {GROUP} 2: both are"),
+        ("aiao:share=0.5", "share= without step=next: it is a share of"),
+        ("plan=no/such.plan", "--schedule plan=no/such.plan: no such file; write one with `fold3d"),
         (
-            f"--schedule stock:ahead=3 {TWO_RANKS}",
-            "ahead=3 with --schedule stock: only 1f1b, aiao, interleaved read it",
-        ),
-        (
-            f"--schedule afab:ahead=3 {TWO_RANKS}",
-            "ahead=3 with --schedule afab: only 1f1b, aiao, interleaved read it",
-        ),
-        (f"--schedule 1f1b:ahead=0 {TWO_RANKS}", "ahead=0: a rank runs at least one forward ahead"),
-        (
-            f"--schedule aiao:group=4 {TWO_RANKS}",
-            "group=4 with --schedule aiao: only interleaved has groups",
-        ),
-        (
-            f"--schedule interleaved:group=1 --segments 2 {TWO_RANKS}",
-            "group=1: ranks wait for one another",
-        ),
-        (
-            f"--schedule interleaved:group=4 --segments 2 {TWO_RANKS} {GROUP} 2",
-            f"group=4 with {GROUP} 2: both are",
-        ),
-        (f"--schedule aiao:share=0.5 {TWO_RANKS}", "share= without step=next: it is a share of"),
-        (
-            "--schedule plan=no/such.plan",
-            "--schedule plan=no/such.plan: no such file; write one with `fold3d plan`",
-        ),
-        (
-            "--schedule aiao --use-megatron-fsdp",
+            "aiao --use-megatron-fsdp",
             "--use-megatron-fsdp with --schedule aiao: it replaces the gradient buckets of "
             "Megatron's DDP, which a schedule reduces; use --use-distributed-optimizer",
         ),
     ],
 )
-def test_what_a_schedule_cannot_have_is_refused(problem, line: str, found: str) -> None:
-    assert problem(line).startswith(found)
+def test_what_a_schedule_cannot_have_is_refused(problem, word: str, found: str) -> None:
+    assert problem(f"{TWO_RANKS} --schedule {word}").startswith(found)

@@ -16,7 +16,6 @@ from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.plans import built, planned, verified
 
 RANKS, MICROBATCHES = 3, 6
-NONE, HALF, MOST = ((share,) * 2 * RANKS for share in (0.0, 0.5, 0.9))
 
 
 def order(schedule: str) -> Plan:
@@ -25,16 +24,17 @@ def order(schedule: str) -> Plan:
 
 
 def every_way() -> Iterator[Callable[..., Plan]]:
-    for parts, fields, offload in product(
-        ("wgrad=backward", "wgrad=last@0", "wgrad=last", "step=next", "wgrad=last:step=next"),
-        (
-            {},
-            *({"gathers_params": True, "shares": shares} for shares in ((), NONE, HALF, MOST)),
-            *({"shards": shards} for shards in ("weights", "gradients")),
+    weight_grads = ("wgrad=backward", "wgrad=last@0", "wgrad=last")
+    shares = ({"gathers_params": True, "shares": (s,) * 2 * RANKS} for s in (0.0, 0.5, 0.9))
+    ways = (
+        *product(
+            ({}, {"gathers_params": True}, {"shards": "weights"}),
+            (None, OffloadChoice(), OffloadChoice(at_most=3, depth=2)),
         ),
-        (None, OffloadChoice(), OffloadChoice(at_most=3, depth=2)),
-    ):
-        yield partial(planned, parts=parts, offload=offload, **fields)
+        *product((*shares, {"shards": "gradients"}), (None,)),
+    )
+    for wgrad, step, (fields, offload) in product(weight_grads, ("end", "next"), ways):
+        yield partial(planned, parts=f"{wgrad}:step={step}", offload=offload, **fields)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

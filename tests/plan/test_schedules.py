@@ -109,14 +109,6 @@ def test_a_last_group_smaller_than_the_pipeline_is_shared_by_the_others():
     ]
 
 
-@pytest.mark.parametrize("schedule", ["aiao", "breadth-first"])
-def test_aiao_runs_the_last_segment_1f1b_by_default(schedule: str):
-    assert rows(schedule, 2, 2, 3) == [
-        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
-        "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2",
-    ]
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_runs_the_smallest_plan(schedule: str):
     assert rows(schedule, 1, 1, 1) == ["0F0 0B0" + " 0W0" * (schedule in SPLIT_SCHEDULES)]

@@ -61,10 +61,9 @@ def test_weight_gradients_take_a_forward_without_its_attention_scores():
 
 
 def test_one_replica_carries_what_its_node_sends():
-    shape = model_shape("gpt3-18b")
     small = replace(SETUP_39B, tensor_parallel=4, data_parallel=16)
-    four = estimated(shape, A100, small, 2)
-    eight = estimated(shape, A100, replace(SETUP_39B, data_parallel=8), 2)
+    four = estimated("gpt3-18b", A100, small, 2)
+    eight = estimated("gpt3-18b", A100, replace(SETUP_39B, data_parallel=8), 2)
     assert four.costs.p2p_s == pytest.approx(2 * eight.costs.p2p_s)  # two replicas per node
     assert not eight.costs.grad_sync_local
 
@@ -83,10 +82,9 @@ def test_a_group_inside_a_node_leaves_the_nic_alone():
 
 @pytest.mark.parametrize(("tensor", "factor"), [(8, 1), (4, 4), (1, 4)])
 def test_rings_with_several_gpus_of_a_node_go_through_one_of_its_nics(tensor, factor):
-    shape = model_shape("gpt3-18b")
     setup = Setup(tensor_parallel=tensor, data_parallel=32 // tensor)
     together, apart = (
-        estimated(shape, cluster(f"a100x32-{rate}g"), setup).costs for rate in ("800", "4x200")
+        estimated("gpt3-18b", cluster(f"a100x32-{rate}g"), setup).costs for rate in ("800", "4x200")
     )
     assert apart.grad_sync_s[0] == pytest.approx(factor * together.grad_sync_s[0])
     assert apart.p2p_s == together.p2p_s
@@ -121,12 +119,11 @@ def test_gradients_of_16_bits_take_half_the_memory_and_half_the_time():
 
 
 def test_sums_of_32_bits_take_memory_and_no_bytes_but_where_replicas_share_a_node():
-    shape = model_shape("gpt3-18b")
     rounded = replace(SETUP_39B, distributed_optimizer=True, small_gradients=True)
     exact = replace(rounded, accumulates_in_fp32=True, scatters_in_fp32=True)
     for tp, dp, times in ((8, 4, 1), (4, 8, 2 * (8 - 2) / (8 - 1))):
         less, more = (
-            estimated(shape, A100, replace(setup, tensor_parallel=tp, data_parallel=dp), 4)
+            estimated("gpt3-18b", A100, replace(setup, tensor_parallel=tp, data_parallel=dp), 4)
             for setup in (rounded, exact)
         )
         assert more.gradient_bytes == less.gradient_bytes
@@ -148,10 +145,9 @@ def test_dp_sync_of_39b_is_the_papers_once_its_gradients_have_16_bits():
 
 
 def test_the_distributed_optimizer_moves_fewer_bytes():
-    shape = model_shape("gpt3-18b")
-    plain = estimated(shape, A100, SETUP_39B, 4, 2).costs
+    plain = estimated("gpt3-18b", A100, SETUP_39B, 4, 2).costs
     sharded = replace(SETUP_39B, distributed_optimizer=True)
-    spread = estimated(shape, A100, sharded, 4, 2).costs
+    spread = estimated("gpt3-18b", A100, sharded, 4, 2).costs
     assert spread.grad_sync_s[0] == pytest.approx(plain.grad_sync_s[0] / 2)
     assert spread.param_gather_s[0] == pytest.approx(plain.grad_sync_s[0] / 4)  # of 16 bits
     assert plain.param_gather_s[0] == 0
@@ -287,10 +283,9 @@ def test_what_is_shared_divides(sizes, message):
 
 def test_pipeline_ranks_next_to_each_other_take_pp_sync_off_the_nic_and_dp_sync_onto_it():
     nodes = cluster("a100x16-200g")
-    shape = model_shape("24-2048-16")
     setup = Setup(tensor_parallel=2, data_parallel=4)
-    default = estimated(shape, nodes, setup, 2)
-    found = estimated(shape, nodes, replace(setup, order="tp-pp-dp"), 2)
+    default = estimated("24-2048-16", nodes, setup, 2)
+    found = estimated("24-2048-16", nodes, replace(setup, order="tp-pp-dp"), 2)
     assert (default.nic_of_rank, found.nic_of_rank) == ((0, 1), (0, 0))
     assert default.costs.grad_sync_local
     assert not found.costs.grad_sync_local
@@ -304,9 +299,8 @@ def test_pipeline_ranks_next_to_each_other_take_pp_sync_off_the_nic_and_dp_sync_
 
 def test_in_a_pipeline_over_several_nodes_a_boundary_carries_one_tensor_parallel_group():
     nodes = cluster("a100x32-200g")
-    shape = model_shape("24-2048-16")
     setup = Setup(tensor_parallel=2, data_parallel=2, order="tp-pp-dp")
-    found = estimated(shape, nodes, setup, 8)
+    found = estimated("24-2048-16", nodes, setup, 8)
     assert found.nic_of_rank == (0, 0, 0, 0, 1, 1, 1, 1)
-    default = estimated(shape, nodes, replace(setup, order="tp-dp-pp"), 8)
+    default = estimated("24-2048-16", nodes, replace(setup, order="tp-dp-pp"), 8)
     assert default.costs.p2p_s == pytest.approx(2 * found.costs.p2p_s)

@@ -26,17 +26,14 @@ from tests.plans import built, deferred_grad_sync
 CASES = json.loads((Path(__file__).parents[2] / "data/simulator_vectors.json").read_text())["cases"]
 
 
+def rows_of(timeline: Timeline, lane: Lane, rank: int = 0) -> list[tuple[float, float, str]]:
+    """Start, end and action of a lane of a rank."""
+    return [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(rank, lane)]
+
+
 def compute_rows(timeline: Timeline) -> list[list[tuple[float, float, str]]]:
     """Start, end and action of every computation, rank by rank."""
-    return [
-        [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(rank, Lane.COMPUTE)]
-        for rank in range(timeline.num_ranks)
-    ]
-
-
-def rows_of(timeline: Timeline, lane: Lane) -> list[tuple[float, float, str]]:
-    """Start, end and action of a lane of the first rank."""
-    return [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(0, lane)]
+    return [rows_of(timeline, Lane.COMPUTE, rank) for rank in range(timeline.num_ranks)]
 
 
 def computed_s(timeline: Timeline, op: Op) -> float:
@@ -92,8 +89,7 @@ def test_bubble_of_looped_schedules_is_p_minus_1_over_v_m(schedule, ranks, segme
 def test_a_message_takes_its_latency_and_then_its_time():
     costs = Costs.uniform(2, p2p_s=0.25, p2p_latency_s=0.125)
     timeline = simulate(built("1f1b", 2, 1, 1), costs)
-    assert [tuple(span[:3]) for span in timeline.lane(1, Lane.P2P)] == [(Lane.P2P, 1.0, 1.375)]
-    assert str(timeline.lane(1, Lane.P2P)[0].action) == "1RECV_F0"
+    assert rows_of(timeline, Lane.P2P, 1) == [(1.0, 1.375, "1RECV_F0")]
     assert timeline.makespan_s == 2 * 0.375 + 6
 
 
@@ -140,15 +136,6 @@ def test_deferred_grad_sync_shows_from_the_second_iteration_on():
     first, second, third = timeline.iteration_ends_s(0)
     assert first == simulate(built("aiao", 2, 2, 4), costs).makespan_s
     assert second - first == third - second == first + 3.0
-
-
-def test_an_offloaded_micro_batch_waits_for_its_reload():
-    plan = Plan.from_text("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1\n")
-    costs = Costs(forward_s=(1.0,), backward_s=(1.0,), offload_s=(2.0,), reload_s=(0.5,))
-    timeline = simulate(plan, costs)
-    copies = [row[:2] for row in rows_of(timeline, Lane.COPY)]
-    assert copies == [(1.0, 3.0), (3.0, 3.5)]  # it comes back after it has left
-    assert compute_rows(timeline)[0][2] == (3.5, 4.5, "0B0")
 
 
 def test_steps_at_the_end_hold_all_ranks_until_the_last_has_ended():
@@ -257,7 +244,7 @@ def test_a_rank_may_wait_for_what_it_sends():
 def test_messages_of_one_channel_go_one_after_the_other():
     costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
     timeline = simulate(Plan.from_text("0F0 0F1\n1F0 1F1\n"), costs)
-    assert [tuple(s[1:3]) for s in timeline.lane(1, Lane.P2P)] == [(1.0, 3.0), (2.0, 5.0)]
+    assert [row[:2] for row in rows_of(timeline, Lane.P2P, 1)] == [(1.0, 3.0), (2.0, 5.0)]
 
 
 def test_what_is_left_of_a_sum_starts_in_the_next_iteration():
