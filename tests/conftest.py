@@ -1,5 +1,6 @@
 """What tests share: a header naming the hardware, rules that skip tests, the commands."""
 
+import json
 import os
 import re
 import shlex
@@ -8,7 +9,7 @@ import tempfile
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hypothesis
 import pytest
@@ -125,15 +126,39 @@ def newer_options(request: pytest.FixtureRequest) -> None:
         known.skip_newer(" ".join(known.newer) if whole else repr(given and given.params))
 
 
-@pytest.fixture
-def fold3d(capsys: pytest.CaptureFixture[str]):
-    """Run one command line; returns its exit code, stdout and stderr."""
+class CommandLine:
+    """Runs lines of `fold3d` in this process."""
 
-    def run(line: str) -> tuple[int, str, str]:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, line: str) -> tuple[int, str, str]:
+        """Run a line; returns its exit code, stdout and stderr."""
         try:
             code = main(shlex.split(line))
         except SystemExit as exit_:  # argparse
             code = int(exit_.code or 0)
-        return code, *capsys.readouterr()
+        return code, *self._capsys.readouterr()
 
-    return run
+    def out(self, line: str) -> str:
+        """Return what a line prints that ends well, and says nothing on stderr."""
+        code, out, err = self(line)
+        assert (code, err) == (0, "")
+        return out
+
+    def json(self, line: str) -> Any:
+        """Return what such a line prints with ``--json``, which goes before a training's flags."""
+        command, dashes, flags = line.partition(" -- ")
+        return json.loads(self.out(f"{command} --json{dashes}{flags}"))
+
+    def refusal(self, line: str) -> str:
+        """Return the message of a line that is refused: one line, or a plan's grid behind it."""
+        code, out, err = self(line)
+        assert (code, out) == (2, ""), err
+        assert all(row.startswith("  rank ") for row in err.splitlines()[1:]), err
+        return err
+
+
+@pytest.fixture
+def fold3d(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)

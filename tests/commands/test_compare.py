@@ -1,4 +1,3 @@
-import json
 import re
 import sys
 from pathlib import Path
@@ -46,9 +45,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_the_ratio_is_of_throughputs_after_warmup(fold3d, runs: tuple[Path, Path]):
-    code, out, err = fold3d("compare {} {}".format(*runs))
-    assert (code, err) == (0, "")
-    assert out.splitlines() == [
+    assert fold3d.out("compare {} {}".format(*runs)).splitlines() == [
         "         ms per iteration (quartiles)  samples/s  model TFLOP/s per GPU  "
         "                  B aiao is (95% CI)",
         "A stock              1515 (1500-1530)      10.55                  100.5  "
@@ -81,7 +78,7 @@ def test_losses_that_part_are_told_with_the_iteration_and_by_how_much(fold3d, ru
     aiao.write_text(log(1000.0, worse=0.1))
     _, out, _ = fold3d(f"compare {stock} {aiao}")
     assert "equal in every digit in 10 of 20 iterations; first apart in iteration 11, by" in out
-    losses = json.loads(fold3d(f"compare {stock} {aiao} --json")[1])["losses"]
+    losses = fold3d.json(f"compare {stock} {aiao}")["losses"]
     assert losses["largest"] == pytest.approx(0.1 / (10 / 20), rel=1e-5)
 
 
@@ -106,8 +103,7 @@ def test_folders_hold_logs_of_several_starts_and_traces(fold3d, tmp_path: Path):
         write_traces(tmp_path / name / "trace", slower=slower)
         (tmp_path / name / "1.log").write_text(log(ms, range(1, 13), worse=9.0))
         (tmp_path / name / "2.log").write_text(log(ms, range(9, 21)))
-    code, out, err = fold3d(f"compare {tmp_path}/stock {tmp_path}/aiao")
-    assert (code, err) == (0, "")
+    out = fold3d.out(f"compare {tmp_path}/stock {tmp_path}/aiao")
     assert "equal in every digit in 20 of 20 iterations" in out
     table = [line.split() for line in out.splitlines()[-4:]]
     assert table[0] == ["ms", "forward", "backward", "bubble", "DP.sync", "PP.sync", "iteration"]
@@ -119,8 +115,7 @@ def test_folders_hold_logs_of_several_starts_and_traces(fold3d, tmp_path: Path):
 def test_traces_alone_are_compared_too(fold3d, tmp_path: Path):
     write_traces(tmp_path / "a")
     write_traces(tmp_path / "b", "interleaved")
-    code, out, _ = fold3d(f"compare {tmp_path}/a {tmp_path}/b")
-    assert code == 0
+    out = fold3d.out(f"compare {tmp_path}/a {tmp_path}/b")
     assert "no log of A a and B b: speed and losses are not compared" in out
     assert "B - A" in out
 
@@ -128,7 +123,7 @@ def test_traces_alone_are_compared_too(fold3d, tmp_path: Path):
 def test_a_restarted_iteration_counts_as_it_went_the_last_time(fold3d, runs):
     stock, aiao = runs
     aiao.write_text(log(9000.0, range(1, 13)) + log(1000.0))
-    result = json.loads(fold3d(f"compare {stock} {aiao} --json")[1])
+    result = fold3d.json(f"compare {stock} {aiao}")
     assert result["ratio"]["value"] == pytest.approx(1.5)
     assert result["runs"][1]["iterations"] == 20
 
@@ -153,25 +148,23 @@ def test_without_matplotlib_there_is_no_plot(fold3d, tmp_path: Path, monkeypatch
     code, out, err = fold3d(f"compare {tmp_path}")
     assert (code, err) == (0, f"{NO_PICTURE}\n")
     assert "% faster than A given, 95% CI" in out
-    code, out, err = fold3d(f"compare {tmp_path} --svg {tmp_path}/a.svg")
-    assert (code, out) == (2, "")
-    assert err == f"fold3d compare: --svg: {NO_PICTURE}\n"
+    said = fold3d.refusal(f"compare {tmp_path} --svg {tmp_path}/a.svg")
+    assert said == f"fold3d compare: --svg: {NO_PICTURE}\n"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            "--warmup 20",
-            "A stock ends with iteration 20, and the first 20 are not timed; give a smaller",
-        ),
+        ("--warmup 20", "A stock ends with iteration 20, and the first 20 are not timed; give a"),
         ("--warmup -1", "--warmup -1: it is zero or more"),
+        (
+            "--timelines a.svg",
+            "--timelines: no trace of A stock and B aiao; train with --trace DIR",
+        ),
     ],
 )
 def test_mistakes_end_in_one_message(fold3d, runs, options: str, message: str):
-    code, out, err = fold3d("compare {} {} {}".format(*runs, options))
-    assert (code, out) == (2, "")
-    assert message in err
+    assert message in fold3d.refusal("compare {} {} {}".format(*runs, options))
 
 
 def test_a_path_that_is_no_run_is_refused(fold3d, runs, tmp_path: Path):
@@ -179,17 +172,14 @@ def test_a_path_that_is_no_run_is_refused(fold3d, runs, tmp_path: Path):
     other = tmp_path / "notes.log"
     other.write_text("nothing\n")
     for path in (other, tmp_path / "nowhere"):
-        code, _, err = fold3d(f"compare {stock} {path}")
-        assert code == 2
-        assert str(path) in err
+        assert str(path) in fold3d.refusal(f"compare {stock} {path}")
 
 
 def test_both_pipelines_are_drawn_on_one_time_axis(fold3d, tmp_path: Path):
     write_traces(tmp_path / "stock", "interleaved", slower=2.0)
     write_traces(tmp_path / "aiao")
     svg = tmp_path / "pipelines.svg"
-    code, _, err = fold3d(f"compare {tmp_path}/stock {tmp_path}/aiao --timelines {svg}")
-    assert (code, err) == (0, "")
+    fold3d.out(f"compare {tmp_path}/stock {tmp_path}/aiao --timelines {svg}")
     words = re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
     captions = [word for word in words if "ms per iteration" in word]
     totals = [float(word.split()[0]) for word in captions]
@@ -197,12 +187,6 @@ def test_both_pipelines_are_drawn_on_one_time_axis(fold3d, tmp_path: Path):
     shares = "bubble X%, exposed DP.sync X%, PP.sync X%".replace("X", r"\d+\.\d")
     assert re.fullmatch(rf"\d+ ms per iteration: {shares}", captions[0])
     assert [word for word in words if word in ("A stock", "B aiao")] == ["A stock", "B aiao"]
-
-
-def test_pipelines_without_traces_cannot_be_drawn(fold3d, runs, tmp_path: Path):
-    code, out, err = fold3d("compare {} {} --timelines {}".format(*runs, tmp_path / "a.svg"))
-    assert (code, out) == (2, "")
-    assert "--timelines: no trace of A stock and B aiao; train with --trace DIR" in err
 
 
 @pytest.mark.parametrize(
@@ -214,36 +198,33 @@ def test_a_line_whose_numbers_are_none_is_left_out(fold3d, runs, good: str, bad:
     at = next(i for i, line in enumerate(lines) if i > 10 and good in line)
     lines[at] = lines[at].replace(good, bad)
     aiao.write_text("".join(lines))
-    code, out, err = fold3d(f"compare {stock} {aiao}")
-    assert (code, err) == (0, "")
-    assert "equal in every digit in 19 of 19 iterations" in out
+    said = "equal in every digit in 19 of 19 iterations"
+    assert said in fold3d.out(f"compare {stock} {aiao}")
 
 
 def test_iterations_of_unknown_size_are_compared_one_by_one(fold3d, runs):
     stock, aiao = runs
     aiao.write_text(aiao.read_text().replace("global batch size:    16", "", 10))
-    _, out, _ = fold3d(f"compare {stock} {aiao}")
-    assert "B aiao is 50.0% faster than A stock" in out
+    assert "B aiao is 50.0% faster than A stock" in fold3d.out(f"compare {stock} {aiao}")
 
 
 def test_a_run_compared_with_itself_keeps_its_name(fold3d, runs):
-    _, out, _ = fold3d(f"compare {runs[0]} {runs[0]}")
+    out = fold3d.out(f"compare {runs[0]} {runs[0]}")
     assert "A stock" in out
     assert "B stock" in out
 
 
 def test_of_three_runs_the_last_is_judged_by_the_fastest_of_the_others(fold3d, tmp_path: Path):
+    line = "compare"
     for name, ms in (("default", 2000.0), ("tuned", 1500.0), ("auto", 1000.0)):
         (tmp_path / f"{name}.log").write_text(log(ms))
-    paths = [f"{tmp_path}/{name}.log" for name in ("default", "tuned", "auto")]
-    code, out, err = fold3d(f"compare {' '.join(paths)}")
-    assert (code, err) == (0, "")
-    lines = out.splitlines()
+        line += f" {tmp_path}/{name}.log"
+    lines = fold3d.out(line).splitlines()
     assert lines[1].endswith("  100.0% faster (98.0% to 102.0% faster)")
     assert lines[2].endswith("  50.0% faster (48.5% to 51.5% faster)")
     assert "C auto is 50.0% faster than B tuned, 95% CI 48.5% to 51.5% faster" in lines[4]
     assert "loss: equal in every digit in 20 of 20 iterations" in lines
-    result = json.loads(fold3d(f"compare {' '.join(paths)} --json")[1])
+    result = fold3d.json(line)
     assert [ratio["value"] for ratio in result["ratios"]] == pytest.approx([2.0, 1.5])
     assert result["verdict"] in lines[4]
 
@@ -283,17 +264,13 @@ def test_ranks_that_share_a_machine_get_no_verdict(fold3d, tmp_path: Path):
 
 
 def test_terminal_picture_and_page_have_one_verdict(fold3d, tmp_path: Path):
-    for name, ms, order in (
-        ("default", 2000.0, "interleaved"),
-        ("tuned", 1500.0, "interleaved"),
-        ("auto", 1000.0, "aiao"),
-    ):
+    for name, ms in (("default", 2000.0), ("tuned", 1500.0), ("auto", 1000.0)):
+        order = "aiao" if name == "auto" else "interleaved"
         write_traces(tmp_path / name, order, slower=ms / 1e3)
         (tmp_path / name / "run.log").write_text(log(ms).replace("TFLOP/s/GPU): 100.5", "-"))
     svg, html = tmp_path / "all.svg", tmp_path / "all.html"
     paths = " ".join(f"{tmp_path}/{name}" for name in ("default", "tuned", "auto"))
-    code, out, err = fold3d(f"compare {paths} --timelines {svg} --html {html}")
-    assert (code, err) == (0, "")
+    out = fold3d.out(f"compare {paths} --timelines {svg} --html {html}")
     verdict = out.splitlines()[4].removesuffix(" (bootstrap)")
     assert verdict.startswith("C auto is 50.0% faster than B tuned")
     assert "TFLOP/s" not in out
@@ -321,12 +298,10 @@ def arms(folder: Path, rounds: dict[str, tuple[bool, ...]]) -> None:
 @pytest.mark.processes
 def test_a_folder_of_runs_is_compared_with_all_their_rounds(fold3d, tmp_path: Path):
     arms(tmp_path, {"given": (True, True), "ours": (True, True)})
-    code, out, err = fold3d(f"compare {tmp_path}")
-    assert (code, err) == (0, "")
+    out = fold3d.out(f"compare {tmp_path}")
     assert "B ours is 99." in out
     assert out.splitlines()[-1] == f"losses     {tmp_path}/losses.svg"
-    result = json.loads(fold3d(f"compare {tmp_path} --json")[1])
-    assert [run["iterations"] for run in result["runs"]] == [20, 20]
+    assert [run["iterations"] for run in fold3d.json(f"compare {tmp_path}")["runs"]] == [20, 20]
 
 
 @pytest.mark.processes
@@ -343,14 +318,12 @@ def test_rounds_that_have_not_finished_are_named_with_how_to_go_on(fold3d, tmp_p
 
 def test_a_folder_without_finished_runs_says_which_are_missing(fold3d, tmp_path: Path):
     arms(tmp_path, {"given": (True,), "ours": (False,)})
-    code, out, err = fold3d(f"compare {tmp_path}")
-    assert (code, out) == (2, "")
-    assert f"{tmp_path}: not finished: ours/round-1; to go on: train them to their end" in err
+    told = f"{tmp_path}: not finished: ours/round-1; to go on: train them to their end"
+    assert told in fold3d.refusal(f"compare {tmp_path}")
     (tmp_path / "ours/round-1/train.log").write_text(log(1.0, range(1, 20)))  # of 20
     assert "not finished: ours/round-1" in fold3d(f"compare {tmp_path}")[2]
-    code, _, err = fold3d(f"compare {tmp_path}/given/round-1")
-    assert code == 2
-    assert "0 runs in it; give two runs, or a folder of them" in err
+    told = "0 runs in it; give two runs, or a folder of them"
+    assert told in fold3d.refusal(f"compare {tmp_path}/given/round-1")
 
 
 @pytest.mark.parametrize(
@@ -360,8 +333,7 @@ def test_runs_of_another_job_are_refused_by_name(fold3d, runs, flag: str, what: 
     stock, aiao = runs
     stock.write_text(ARGUMENTS + log(1500.0))
     aiao.write_text(re.sub(rf"({flag} \.+) \d+", r"\1 4", ARGUMENTS) + log(1000.0))
-    code, out, err = fold3d(f"compare {stock} {aiao}")
-    assert (code, out) == (2, "")
+    err = fold3d.refusal(f"compare {stock} {aiao}")
     assert f"B aiao trained another {what} than A stock: {flag} 4, not " in err
     assert "compare runs of one model, batch and seed" in err
 
@@ -375,7 +347,7 @@ def test_memory_and_what_is_recomputed_come_from_the_trace(fold3d, tmp_path: Pat
     for title in ("model TFLOP/s per GPU", "hardware TFLOP/s", "GPU GiB", "host GiB"):
         assert title in titles
     assert row.split()[5:9] == ["100.5", "134", "3", "2"]
-    assert json.loads(fold3d(f"{line} --json")[1])["runs"][0]["gpu_gib"] == 3
+    assert fold3d.json(line)["runs"][0]["gpu_gib"] == 3
 
 
 @pytest.mark.processes
@@ -383,7 +355,5 @@ def test_every_run_has_a_line_of_its_own_in_the_picture(fold3d, tmp_path: Path):
     for number in range(30):
         (tmp_path / f"run{number:02}").mkdir()
         (tmp_path / f"run{number:02}/a.log").write_text(log(1000.0 + number))
-    code, out, _ = fold3d(f"compare {tmp_path}")
-    assert code == 0
-    assert "AD run29" in out
+    assert "AD run29" in fold3d.out(f"compare {tmp_path}")
     assert len(LOSSES.findall((tmp_path / "losses.svg").read_text())) == 2 * 30

@@ -92,33 +92,29 @@ def test_without_torch_and_megatron_there_is_a_planner(fold3d, monkeypatch):
         return "1"
 
     monkeypatch.setattr(metadata, "version", version)
-    code, out, err = fold3d("doctor")
-    assert (code, err) == (0, "")
-    assert out.endswith(
+    assert fold3d.out("doctor").endswith(
         "note  training            without torch and Megatron\n"
         "                          -> in the checkout of FOLD3D: pip install '.[train]'\n"
         "ready to plan, simulate and search\n"
     )
 
 
-def test_a_package_that_hides_the_namespace_is_named(tmp_path: Path, monkeypatch):
-    init = tmp_path / "megatron" / "__init__.py"
-    init.parent.mkdir()
-    init.write_text("")
+@pytest.mark.parametrize(
+    ("file", "named", "fix"),
+    [
+        ("megatron/__init__.py", "", "delete {}/megatron/__init__.py"),
+        ("megatron/core/second.py", "megatron.core in {}/megatron", ""),
+    ],
+)
+def test_what_hides_the_installed_megatron_is_named(tmp_path, monkeypatch, file, named, fix):
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "megatron")
     finding = found("namespace")
     assert finding.verdict == "bad"
-    assert finding.fix == f"delete {init}"
-
-
-def test_a_second_megatron_core_is_named(tmp_path: Path, monkeypatch):
-    (tmp_path / "megatron" / "core").mkdir(parents=True)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "megatron")
-    finding = found("namespace")
-    assert finding.verdict == "bad"
-    assert f"megatron.core in {tmp_path / 'megatron' / 'core'}"[:-5] in finding.found
+    assert named.format(tmp_path) in finding.found
+    assert fix.format(tmp_path) in finding.fix
 
 
 def test_the_apex_of_pypi_is_told_from_nvidias(tmp_path: Path, monkeypatch):
@@ -210,9 +206,7 @@ def test_a_gpu_that_another_job_uses_is_not_measured(of_others: float, drift: fl
 )
 def test_a_cluster_that_cannot_be_written_is_refused(fold3d, monkeypatch, ranks, file, message):
     monkeypatch.setenv("WORLD_SIZE", ranks)
-    code, _, said = fold3d(f"doctor --write-cluster {file}")
-    assert code == 2
-    assert message in said
+    assert message in fold3d.refusal(f"doctor --write-cluster {file}")
 
 
 def _meet() -> Any:

@@ -2,7 +2,6 @@
 
 import json
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -25,9 +24,7 @@ JOBS = [
 
 @pytest.mark.search
 @pytest.mark.parametrize(("model", "cluster", "sizes"), JOBS)
-def test_search_simulate_and_check_name_the_same_strongest_stock(
-    fold3d: Any, model: str, cluster: str, sizes: tuple[int, int, int]
-):
+def test_search_simulate_and_check_name_the_same_strongest_stock(fold3d, model, cluster, sizes):
     tp, pp, size = sizes
     layout = f"--model {model} --cluster {cluster} --tp {tp} --pp {pp} --micro-batch-size {size}"
     layout += " --global-batch-size 128 --json"
@@ -51,11 +48,7 @@ def named_by_check(flags: str, gpus: Cluster) -> JudgedCandidate:
     """Return the strongest stock of a run, asked as ``--check`` asks."""
     found = described([*flags.split(), "--schedule", "auto", "--segments", "3"])
     run = run_of(
-        found.args,
-        config_of(found, gpus),
-        on_cluster(found.model(), gpus),
-        found.model(),
-        gpus,
+        found.args, config_of(found, gpus), on_cluster(found.model(), gpus), found.model(), gpus
     )
     alike = strongest_stock(found.model(), gpus, run.settled().candidate)
     assert alike is not None

@@ -13,7 +13,6 @@ from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
@@ -104,9 +103,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_of_the_end_to_end_tables_runs_what_is_predicted(
-    parser: ArgumentParser, row: Any, fold3d: Any, tmp_path: Path
-):
+def test_a_row_of_the_end_to_end_tables_runs_what_is_predicted(parser, row, fold3d, tmp_path):
     ours = row.ours
     if plan := getattr(row, "plan", ""):
         _, printed, _ = fold3d(plan.removeprefix("fold3d ")) if "fold3d" in plan else (0, plan, "")
@@ -194,9 +191,7 @@ SEARCHED = product(
         for case in SEARCHED
     ],
 )
-def test_training_would_try_what_is_predicted_that_it_tries(
-    sizes: tuple[int, int, int], seconds: dict[str, float], sharded: str
-):
+def test_training_would_try_what_is_predicted_that_it_tries(sizes, seconds, sharded):
     ranks, segments, m = sizes
     words = (
         f"--pipeline-model-parallel-size {ranks} --segments {segments} --schedule auto "

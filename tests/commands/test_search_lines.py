@@ -27,12 +27,7 @@ from megatron.fold3d.predict.search.search_result import JudgedCandidate, Search
 from megatron.fold3d.predict.search.sensitivity import Case
 
 SETUP = Setup(tensor_parallel=8, data_parallel=4, microbatch_size=4, distributed_optimizer=True)
-AIAO = Candidate(
-    choice=Choice.plain("aiao", 4),
-    setup=SETUP,
-    num_ranks=4,
-    num_microbatches=16,
-)
+AIAO = Candidate(choice=Choice.plain("aiao", 4), setup=SETUP, num_ranks=4, num_microbatches=16)
 STOCK = AIAO.with_options(order="stock", group=16)
 
 
@@ -126,9 +121,7 @@ def test_stock_is_the_answer_where_ours_gains_nothing():
         (5.0, 4.97, 5.5, "aiao", "stock waits"),
     ],
 )
-def test_coded_gathers_are_ours_where_they_gain_a_percent(
-    whole_s: float, aiao_s: float, stock_s: float, order: str, rests: str
-):
+def test_coded_gathers_are_ours_where_they_gain_a_percent(whole_s, aiao_s, stock_s, order, rests):
     model, a100 = model_shape("gpt3-39b"), cluster("a100x128")
     setup = replace(SETUP, gathered_bits=2.5)
     coded = [judged(replace(c, setup=setup), s) for c, s in ((AIAO, aiao_s), (STOCK, stock_s))]

@@ -10,10 +10,10 @@ from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import built
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes  # matplotlib lists the system's fonts once
 
 
 def aiao(ranks: int = 2, segments: int = 2, microbatches: int = 4) -> tuple[Plan, Timeline]:
-    plan = build("aiao", num_ranks=ranks, num_segments=segments, num_microbatches=microbatches)
+    plan = built("aiao", ranks, segments, microbatches)
     costs = Costs.uniform(ranks * segments, grad_sync_s=5.0, p2p_s=0.1)
     return plan, simulate(add_grad_sync(add_offload(plan)), costs)
 
@@ -122,7 +122,7 @@ def test_pipelines_drawn_together_share_a_time_axis_and_keep_their_shades():
 @pytest.mark.parametrize("sends", [False, True])
 @pytest.mark.parametrize("syncs", [False, True])
 def test_the_legend_says_what_ranks_wait_for(sends: bool, syncs: bool):
-    plan = build("1f1b", num_ranks=2, num_segments=1, num_microbatches=2)
+    plan = built("1f1b", 2, 1, 2)
     plan = serial_grad_sync(plan) if syncs else plan
     costs = Costs.uniform(2, p2p_s=1.0, grad_sync_s=3.0)
     waits = sends_stock_waits_for(2) if sends else frozenset()
@@ -132,7 +132,7 @@ def test_the_legend_says_what_ranks_wait_for(sends: bool, syncs: bool):
 
 
 def test_waiting_is_an_outline_inside_its_time():
-    plan = serial_grad_sync(build("1f1b", num_ranks=2, num_segments=1, num_microbatches=2))
+    plan = serial_grad_sync(built("1f1b", 2, 1, 2))
     svg = picture("1f1b", a=simulate(plan, Costs.uniform(2, grad_sync_s=3.0)))
     assert re.search(r'id="waits-sync-0">\s*<path[^>]*fill: none', svg)
     waits, syncs = boxes(svg, "waits-sync"), boxes(svg, "sync")
@@ -142,7 +142,7 @@ def test_waiting_is_an_outline_inside_its_time():
 
 
 def test_a_wait_that_is_narrower_than_its_outline_is_filled():
-    plan = serial_grad_sync(build("1f1b", num_ranks=2, num_segments=1, num_microbatches=2))
+    plan = serial_grad_sync(built("1f1b", 2, 1, 2))
     svg = picture("1f1b", a=simulate(plan, Costs.uniform(2, grad_sync_s=0.01)))
     assert len(boxes(svg, "short-waits-sync")) == 2
     assert not boxes(svg, "waits-sync")
@@ -150,13 +150,13 @@ def test_a_wait_that_is_narrower_than_its_outline_is_filled():
 
 
 def test_a_timeline_of_no_length_can_be_drawn():
-    plan = build("1f1b", num_ranks=2, num_segments=1, num_microbatches=2)
+    plan = built("1f1b", 2, 1, 2)
     timeline = simulate(plan, Costs.uniform(2, forward_s=0, backward_s=0))
     ElementTree.fromstring(picture("a", a=timeline))
 
 
 def test_the_caption_says_what_an_iteration_takes_and_exposes():
-    plan = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
+    plan = built("interleaved", 2, 2, 4)
     timeline = simulate(serial_grad_sync(plan), Costs.uniform(4, grad_sync_s=3.0))
     svg = picture("interleaved", a=timeline)
     assert "33000 ms per iteration: bubble 9.1%, exposed DP.sync 18.2%" in texts(svg)

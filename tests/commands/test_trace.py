@@ -16,9 +16,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_trace_becomes_table_ii_a_page_and_a_perfetto_file(fold3d, folder: Path):
-    code, out, err = fold3d(f"trace {folder}")
-    assert (code, err) == (0, "")
-    assert out.splitlines() == [
+    assert fold3d.out(f"trace {folder}").splitlines() == [
         "aiao: 2 ranks, 2 segments, 8 micro-batches",
         "",
         "ms            forward  backward  bubble  DP.sync  PP.sync  iteration",
@@ -55,24 +53,20 @@ def test_a_peak_gives_utilisation(fold3d, tmp_path: Path):
     shape = model_shape("12-1024-16-512")
     write_traces(tmp_path, flops=4 * 3 * sum(shape.stage_flops(1)))
     line = f"trace {tmp_path} --peak-tflops 312"
-    _, out, _ = fold3d(line)
     told = r"per GPU +[\d.]+ TFLOP/s of the model, [\d.]+ with recomputation, \d+\.\d% of peak"
-    assert re.search(told, out)
-    _, out, _ = fold3d(f"{line} --json")
-    measured = json.loads(out)["measured"]
+    assert re.search(told, fold3d.out(line))
+    measured = fold3d.json(line)["measured"]
     assert measured["utilisation"] == pytest.approx(measured["flops_per_gpu_s"] / 312e12)
     assert measured["device_bytes"] == 3 << 30
 
 
 def test_a_run_without_a_gpu_has_no_flops_of_one(fold3d, tmp_path: Path):
     write_traces(tmp_path, flops=1e9)
-    assert "TFLOP/s" in fold3d(f"trace {tmp_path}")[1]
+    assert "TFLOP/s" in fold3d.out(f"trace {tmp_path}")
     for file in tmp_path.glob("rank-*.json"):
-        file.write_text(
-            re.sub(r'"gpu_memory_bytes":\d+', '"gpu_memory_bytes":null', file.read_text())
-        )
-    _, out, _ = fold3d(f"trace {tmp_path}")
-    assert "TFLOP/s" not in out
+        without = re.sub(r'"gpu_memory_bytes":\d+', '"gpu_memory_bytes":null', file.read_text())
+        file.write_text(without)
+    assert "TFLOP/s" not in fold3d.out(f"trace {tmp_path}")
     assert "TFLOP/s" not in (tmp_path / "timeline.html").read_text()
 
 
@@ -85,15 +79,13 @@ def test_counters_of_ranks_are_shown(fold3d, tmp_path: Path):
     html = (tmp_path / "timeline.html").read_text()
     assert "<th>offloaded GiB</th><th>deferred</th>" in html
     assert "<td>0.75</td><td>30.0%</td>" in html
-    measured = json.loads(fold3d(f"trace {tmp_path} --json")[1])["measured"]
+    measured = fold3d.json(f"trace {tmp_path}")["measured"]
     assert (measured["offloaded_bytes"], measured["deferred_share"]) == (3 << 28, 0.3)
 
 
 def test_weight_gradients_that_were_delayed_are_shown_and_simulated(fold3d, tmp_path: Path):
     write_traces(tmp_path, delayed=[1])
-    code, out, err = fold3d(f"trace {tmp_path} --json")
-    assert (code, err) == (0, "")
-    measured, simulated = json.loads(out).values()
+    measured, simulated = fold3d.json(f"trace {tmp_path}").values()
     assert measured["backward_s"] == pytest.approx(8 * 2 * 0.012)
     assert simulated["total_s"] == pytest.approx(measured["total_s"], rel=0.05)
     html = (tmp_path / "timeline.html").read_text()
@@ -103,17 +95,15 @@ def test_weight_gradients_that_were_delayed_are_shown_and_simulated(fold3d, tmp_
 
 def test_a_stock_run_is_simulated_in_the_order_that_was_seen(fold3d, tmp_path: Path):
     write_traces(tmp_path, "interleaved", with_plan=False)
-    code, out, err = fold3d(f"trace {tmp_path} --json")
-    assert (code, err) == (0, "")
-    result = json.loads(out)
-    assert result["simulated"]["total_s"] == pytest.approx(result["measured"]["total_s"], rel=0.05)
+    measured, simulated = fold3d.json(f"trace {tmp_path}").values()
+    assert simulated["total_s"] == pytest.approx(measured["total_s"], rel=0.05)
 
 
 def test_costs_of_ones_own_are_simulated_instead(fold3d, folder: Path, tmp_path: Path):
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps({"forward_s": [0.003] * 4, "backward_s": [0.006] * 4}))
-    _, out, _ = fold3d(f"trace {folder} --costs {costs} --json")
-    assert json.loads(out)["simulated"]["forward_s"] == pytest.approx(0.048)
+    found = fold3d.json(f"trace {folder} --costs {costs}")
+    assert found["simulated"]["forward_s"] == pytest.approx(0.048)
 
 
 def test_files_go_where_they_are_wanted(fold3d, folder: Path, tmp_path: Path):
@@ -137,22 +127,14 @@ def test_files_go_where_they_are_wanted(fold3d, folder: Path, tmp_path: Path):
 )
 def test_mistakes_end_in_one_message(fold3d, folder: Path, options: str, message: str):
     (folder / "two.json").write_text('{"forward_s": [1, 1], "backward_s": [2, 2]}')
-    code, out, err = fold3d(f"trace {folder} {options.format(folder)}")
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
+    assert message in fold3d.refusal(f"trace {folder} {options.format(folder)}")
 
 
 def test_a_folder_without_traces_says_how_to_make_them(fold3d, tmp_path: Path):
-    code, _, err = fold3d(f"trace {tmp_path}")
-    assert code == 2
-    assert f"holds no rank-*.json; train with --trace {tmp_path}" in err
-
-
-def test_a_trace_folder_that_does_not_exist_is_refused(fold3d, tmp_path: Path):
-    code, _, err = fold3d(f"trace {tmp_path}/nowhere")
-    assert code == 2
-    assert f"{tmp_path}/nowhere: there is no such folder; give a folder that --trace wrote" in err
+    said = f"holds no rank-*.json; train with --trace {tmp_path}"
+    assert said in fold3d.refusal(f"trace {tmp_path}")
+    said = f"{tmp_path}/nowhere: there is no such folder; give a folder that --trace wrote"
+    assert said in fold3d.refusal(f"trace {tmp_path}/nowhere")
 
 
 def _replaced(pattern: str, by: str) -> Callable[[str], str]:
@@ -195,27 +177,23 @@ def _replaced(pattern: str, by: str) -> Callable[[str], str]:
 def test_a_bad_file_of_a_rank_is_named(fold3d, folder: Path, command: str, spoil, message: str):
     bad = folder / "rank-00001.json"
     bad.write_text(spoil(bad.read_text()))
-    code, out, err = fold3d(command.format(folder, folder))
-    assert (code, out) == (2, "")
+    err = fold3d.refusal(command.format(folder, folder))
     assert f"{bad}" in err
     assert message in err
-    assert err.count("\n") == 1
 
 
 def test_a_file_of_a_rank_that_is_no_text_is_named(fold3d, folder: Path):
     bad = folder / "rank-00001.json"
     bad.write_bytes(b"\xff\xfe")
-    code, out, err = fold3d(f"trace {folder}")
-    assert (code, out, err) == (2, "", f"fold3d trace: {bad}: not text in UTF-8\n")
+    assert fold3d.refusal(f"trace {folder}") == f"fold3d trace: {bad}: not text in UTF-8\n"
 
 
 def test_a_trace_that_claims_a_billion_ranks_ends_at_once(fold3d, tmp_path: Path):
     write_traces(tmp_path, with_plan=False)
     for file in tmp_path.glob("rank-*.json"):
         file.write_text(file.read_text().replace('"num_ranks":2', '"num_ranks":1000000000'))
-    code, out, err = fold3d(f"trace {tmp_path}")
-    assert (code, out) == (2, "")
-    assert "found traces of 2 ranks, none of pipeline rank 2; collect" in err
+    said = "found traces of 2 ranks, none of pipeline rank 2; collect"
+    assert said in fold3d.refusal(f"trace {tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -228,7 +206,7 @@ def test_a_trace_that_claims_a_billion_ranks_ends_at_once(fold3d, tmp_path: Path
     ],
 )
 def test_a_trace_that_claims_a_billion_actions_costs_no_more_than_another(
-    fold3d, tmp_path: Path, action: str, in_plan: bool, message: str
+    fold3d, tmp_path, action, in_plan, message
 ):
     write_traces(tmp_path, with_plan=in_plan)
     for file in tmp_path.glob("rank-*.json"):
@@ -254,8 +232,7 @@ def test_the_page_runs_nothing_that_a_trace_contains(fold3d, tmp_path: Path):
             row["counts"][attack] = 1.0
             row["events"].append([attack, 0.001, 0.002, "wait"])
         file.write_text(json.dumps(trace))
-    code, _, err = fold3d(f"trace {tmp_path}")
-    assert (code, err) == (0, "")
+    fold3d.out(f"trace {tmp_path}")
     html = (tmp_path / "timeline.html").read_text()
     assert len(re.findall("<script", html)) == len(re.findall("</script", html)) == 2
     assert "<img" not in html

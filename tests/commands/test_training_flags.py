@@ -65,9 +65,7 @@ def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
 
 
 def test_layers_are_spelled_as_megatron_reads_them():
-    from megatron.core.transformer.pipeline_parallel_layer_layout import (
-        PipelineParallelLayerLayout,
-    )
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     spelled = layout_of((6, 5, 5, 4))
     found = PipelineParallelLayerLayout.from_str(spelled, pipeline_model_parallel_size=2)

@@ -13,6 +13,7 @@ MODEL = "--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-lengt
 SPLIT = "--pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 64"
 JOB = f"{MODEL} {SPLIT} --transformer-impl local"
 OVERLAP = "--overlap-grad-reduce"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 SHARDED = "--use-distributed-optimizer"
 
 
@@ -49,15 +50,9 @@ def test_typed_flags_of_the_job_count_in_yours_but_no_sizes_that_it_has():
 
 
 def test_yours_overlaps_only_what_its_flags_let_overlap():
-    chunks = f"{JOB} --num-virtual-stages-per-pipeline-rank 4"
-    runs = [
-        run_of(f"{chunks} {flags}").run.iteration_s
-        for flags in (
-            f"{SHARDED}",
-            f"{SHARDED} {OVERLAP}",
-            f"{SHARDED} {OVERLAP} --overlap-param-gather",
-        )
-    ]
+    chunks = f"{JOB} {CHUNKS} 4"
+    overlaps = ("", OVERLAP, f"{OVERLAP} --overlap-param-gather")
+    runs = [run_of(f"{chunks} {SHARDED} {more}").run.iteration_s for more in overlaps]
     assert all(slower > faster for slower, faster in pairwise(runs))
 
 
@@ -67,15 +62,12 @@ def test_yours_overlaps_only_what_its_flags_let_overlap():
     [
         ("", "--use-distributed-optimizer"),
         (OVERLAP, "--grad-reduce-in-bf16"),
-        ("--num-virtual-stages-per-pipeline-rank 2", OVERLAP),
-        (
-            f"--num-virtual-stages-per-pipeline-rank 2 {OVERLAP}",
-            "--microbatch-group-size-per-virtual-pipeline-stage",
-        ),
-        (OVERLAP, "--num-virtual-stages-per-pipeline-rank"),
+        (f"{CHUNKS} 2", OVERLAP),
+        (f"{CHUNKS} 2 {OVERLAP}", "--microbatch-group-size-per-virtual-pipeline-stage"),
+        (OVERLAP, CHUNKS),
         (f"{SHARDED} {OVERLAP}", "--overlap-param-gather"),
         (f"--tensor-model-parallel-size 2 {OVERLAP}", "--sequence-parallel"),
-        (f"--num-virtual-stages-per-pipeline-rank 4 {OVERLAP}", "--no-align-grad-reduce"),
+        (f"{CHUNKS} 4 {OVERLAP}", "--no-align-grad-reduce"),
         (f"{SHARDED} {OVERLAP}", "--num-distributed-optimizer-instances"),
     ],
 )

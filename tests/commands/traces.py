@@ -6,10 +6,9 @@ from pathlib import Path
 from megatron.fold3d.observe.timeline import Lane, Span
 from megatron.fold3d.observe.trace_files import Event, IterationTrace, RankTrace
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import planned
+from tests.plans import built, planned
 
 _KINDS = {Lane.COMPUTE: "compute", Lane.WAIT: "wait", Lane.GRAD_SYNC: "grad_sync"}
 
@@ -28,7 +27,7 @@ def write_traces(
     shares_cores: bool = False,
 ) -> None:
     """Write the files of two pipeline ranks, two iterations of 8 micro-batches."""
-    order = build(schedule, num_ranks=2, num_segments=segments, num_microbatches=8)
+    order = built(schedule, 2, segments, 8)
     plan = planned(delay_weight_grads(order, delayed))
     costs = Costs.uniform(
         plan.num_stages,

@@ -31,14 +31,36 @@ def config(parse: Parse) -> Configure:
 
 
 @pytest.fixture
-def refused(config: Configure) -> Callable[..., None]:
+def problems(config: Configure) -> Callable[[str], list[str]]:
+    """Return all lines by which a command line is refused."""
+
+    def problems(line: str) -> list[str]:
+        with pytest.raises(ValueError) as raised:  # noqa: PT011  # the caller looks at every line
+            config(line)
+        return str(raised.value).splitlines()
+
+    return problems
+
+
+@pytest.fixture
+def problem(problems: Callable[[str], list[str]]) -> Callable[[str], str]:
+    """Return the only line by which a command line is refused."""
+
+    def problem(line: str) -> str:
+        (problem,) = problems(line)
+        return problem
+
+    return problem
+
+
+@pytest.fixture
+def refused(problems: Callable[[str], list[str]]) -> Callable[..., None]:
     """Check that a line says what was found, and what to do; the only line if it is ``alone``."""
 
     def check(line: str, found: str, *, alone: bool = True) -> None:
-        with pytest.raises(ValueError, match=found) as raised:
-            config(line)
-        problems = str(raised.value).splitlines()
-        (problem,) = problems if alone else (p for p in problems if re.search(found, p))
+        lines = problems(line)
+        (problem,) = [one for one in lines if re.search(found, one)]
         assert "; " in problem
+        assert len(lines) == 1 or not alone
 
     return check

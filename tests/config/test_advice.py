@@ -33,11 +33,7 @@ ADVICE = (
         "--overlap-param-gather",
     ),
     (DELAYED, "--schedule aiao:wgrad=behind@5", "--schedule aiao:wgrad=behind@1"),
-    (
-        "--schedule aiao:wgrad=last@1 --segments 2",
-        "--transformer-impl local",
-        LOCAL,
-    ),
+    ("--schedule aiao:wgrad=last@1 --segments 2", "--transformer-impl local", LOCAL),
     (LOCAL, "--schedule zb-h1:wgrad=last@0", "--schedule zb-h1"),
     ("--schedule 1f1b:recompute=early", "", FULL),
     (FULL, "--schedule 1f1b:recompute=early@2", "--schedule 1f1b:recompute=early@0"),
@@ -88,9 +84,7 @@ def validated(args: Namespace) -> Namespace:
 
 
 @pytest.mark.parametrize(("flags", "found", "instead"), ADVICE)
-def test_who_follows_advice_meets_no_refusal_twice(
-    parser: ArgumentParser, flags: str, found: str, instead: str
-) -> None:
+def test_who_follows_advice_meets_no_refusal_twice(parser, flags, found, instead):
     if found.startswith("--decoder") and not instead.startswith("--"):
         instead = f"{found.split()[0]} {instead}"
     before = problems(parser, f"{flags} {found}")
@@ -127,9 +121,7 @@ ROWS += [("--schedule aiao:step=next --overlap-grad-reduce", row) for row in row
 
 
 @pytest.mark.parametrize(("beside", "row"), ROWS, ids=lambda value: getattr(value, "flag", None))
-def test_the_advice_of_each_row_ends_its_refusal(
-    parser: ArgumentParser, beside: str, row: Row
-) -> None:
+def test_the_advice_of_each_row_ends_its_refusal(parser, beside, row):
     option = given_on(option_of(row, parser))
     before = {p for p in problems(parser, f"{beside} {option}") if row.rule in p}
     assert before

@@ -1,65 +1,39 @@
 """What ``step=next`` refuses, and for which stages it works."""
 
-from argparse import Namespace
-
 import pytest
 
 from megatron.fold3d.config.read_config import read_config
-from tests.config.conftest import Parse
 
 NEEDED = "--schedule aiao:step=next:share=0.5 --overlap-grad-reduce"
-
 MORE = "--schedule aiao"
+SHARDED = f"{NEEDED} --schedule aiao:step=next --use-distributed-optimizer --segments 2"
+DELAYED = (
+    "--schedule aiao:step=next:wgrad=last@1 --transformer-impl local "
+    "--no-gradient-accumulation-fusion"
+)
 
 
-def problems(args: Namespace) -> list[str]:
-    with pytest.raises(ValueError) as raised:  # noqa: PT011  # the caller looks at every line
-        read_config(args)
-    return str(raised.value).splitlines()
-
-
-@pytest.mark.parametrize("share", [0, 0.5, 1])
-def test_a_share_from_0_to_1_is_taken(parse: Parse, share: float) -> None:
-    config = read_config(parse(f"{NEEDED} --schedule aiao:step=next:share={share}"))
-    assert (config.choice.share, config.choice.carries) == (share, True)
-
-
-def test_a_share_is_measured_unless_the_word_says_it(parse: Parse) -> None:
-    config = read_config(parse(f"{NEEDED} --schedule aiao:step=next"))
-    assert (config.choice.share, config.auto) == (None, {"share"})
-
-
-def test_an_automatic_share_of_the_distributed_optimizer_is_all_unless_weights_are_delayed(
-    parse: Parse,
-) -> None:
-    sharded = f"{NEEDED} --schedule aiao:step=next --use-distributed-optimizer --segments 2"
-    config = read_config(parse(sharded))
-    assert (config.choice.share, config.auto) == (1.0, set())
-    delayed = (
-        "--schedule aiao:step=next:wgrad=last@1 --transformer-impl local "
-        "--no-gradient-accumulation-fusion"
-    )
-    config = read_config(parse(f"{sharded} {delayed}"))
-    assert (config.choice.share, config.auto) == (None, {"share"})
-    assert not read_config(parse(NEEDED)).auto
-
-
-@pytest.mark.parametrize("share", ["-0.1", "1.5"])
-def test_backward_share_outside_0_to_1_is_refused(parse: Parse, share: str) -> None:
-    (problem,) = problems(parse(f"{NEEDED} --schedule aiao:step=next:share={share}"))
-    assert problem == (f"share={share}: it is a share of DP.sync; give a number from 0 to 1")
-
-
-def test_nothing_is_deferred_unless_asked_for(parse: Parse) -> None:
-    config = read_config(parse("--segments 2"))
-    assert (config.choice.share, config.choice.carries) == (None, False)
-
-
-def test_backward_share_defers_all_stages(parse: Parse) -> None:
-    both = read_config(parse(f"{NEEDED} --segments 2"))
-    assert both.choice.where(step="next") == (0, 1)
-    alone = read_config(parse(f"{NEEDED} --pipeline-model-parallel-size 1"))
-    assert alone.choice.where(step="next") == (0,)
+@pytest.mark.parametrize(
+    ("line", "share", "auto", "stages"),
+    [
+        ("--segments 2", None, set(), ()),  # nothing is deferred unless asked for
+        (f"{NEEDED} --schedule aiao:step=next:share=0", 0.0, set(), (0,)),
+        (f"{NEEDED} --segments 2", 0.5, set(), (0, 1)),
+        (f"{NEEDED} --pipeline-model-parallel-size 1", 0.5, set(), (0,)),
+        (f"{NEEDED} --schedule aiao:step=next:share=1", 1.0, set(), (0,)),
+        (f"{NEEDED} --schedule aiao:step=next", None, {"share"}, (0,)),
+        # Of the distributed optimizer all is, unless weight gradients are delayed.
+        (SHARDED, 1.0, set(), (0, 1)),
+        (f"{SHARDED} {DELAYED}", None, {"share"}, (0, 1)),
+    ],
+)
+def test_a_share_of_all_stages_is_deferred_as_the_word_says_or_as_measured(
+    config, line, share, auto, stages
+):
+    found = config(line)
+    assert (found.choice.share, found.auto) == (share, auto)
+    assert found.choice.where(step="next") == stages
+    assert found.choice.carries is bool(stages)
 
 
 @pytest.mark.parametrize(
@@ -72,39 +46,46 @@ def test_backward_share_defers_all_stages(parse: Parse) -> None:
         ("--clip-grad 0 --bf16 --loss-scale 2", True),
     ],
 )
-def test_steps_depend_on_gradients_with_clipping_and_with_a_loss_scaler(
-    parse: Parse, flags: str, conditional: bool
-) -> None:
-    assert read_config(parse(f"{NEEDED} {flags}")).clips_or_scales is conditional
+def test_steps_depend_on_gradients_with_clipping_and_with_a_loss_scaler(config, flags, conditional):
+    assert config(f"{NEEDED} {flags}").clips_or_scales is conditional
 
 
-def test_steps_depend_on_gradients_with_a_norm_above_which_they_are_skipped(parse: Parse) -> None:
+def test_steps_depend_on_gradients_with_a_norm_above_which_they_are_skipped(parse):
     args = parse(f"{NEEDED} --clip-grad 0")
     args.grad_norm_skip_threshold = 2.0
     assert read_config(args).clips_or_scales
 
 
-def test_slices_are_small_on_cpus_unless_told_otherwise(parse: Parse) -> None:
-    def slice_bytes(flags: str) -> int:
-        return read_config(parse(f"{NEEDED} {flags}")).slice_bytes
-
-    assert slice_bytes("") == 8 << 20
-    assert slice_bytes("--device cpu") == 1 << 19
-    assert slice_bytes("--device cpu --schedule aiao:step=next:slice-bytes=65536") == 65536
-
-
-@pytest.mark.parametrize("slice_bytes", [4095, 0, -1])
-def test_slices_that_cost_more_than_they_carry_are_refused(parse: Parse, slice_bytes: int) -> None:
-    (problem,) = problems(parse(f"{NEEDED} --schedule aiao:step=next:slice-bytes={slice_bytes}"))
-    assert problem == (
-        f"slice-bytes={slice_bytes}: a slice this small costs more to send than it carries; "
-        "give at least 4096"
-    )
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ("", 8 << 20),
+        ("--device cpu", 1 << 19),
+        ("--device cpu --schedule aiao:step=next:slice-bytes=65536", 65536),
+    ],
+)
+def test_slices_are_small_on_cpus_unless_told_otherwise(config, flags: str, size: int):
+    assert config(f"{NEEDED} {flags}").slice_bytes == size
 
 
-def test_only_deferred_gradients_are_sliced(parse: Parse) -> None:
-    (problem,) = problems(parse("--schedule aiao:slice-bytes=65536"))
-    assert problem == (
-        "slice-bytes=65536 without step=next: DP.sync is Megatron's, in buckets; add "
-        "step=next, or give --ddp-bucket-size"
-    )
+SHARE = "it is a share of DP.sync; give a number from 0 to 1"
+SMALL = "a slice this small costs more to send than it carries; give at least 4096"
+
+
+@pytest.mark.parametrize(
+    ("part", "found"),
+    [
+        ("step=next:share=-0.1", f"share=-0.1: {SHARE}"),
+        ("step=next:share=1.5", f"share=1.5: {SHARE}"),
+        ("step=next:slice-bytes=4095", f"slice-bytes=4095: {SMALL}"),
+        ("step=next:slice-bytes=0", f"slice-bytes=0: {SMALL}"),
+        ("step=next:slice-bytes=-1", f"slice-bytes=-1: {SMALL}"),
+        (
+            "slice-bytes=65536",
+            "slice-bytes=65536 without step=next: DP.sync is Megatron's, in buckets; add "
+            "step=next, or give --ddp-bucket-size",
+        ),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(problem, part: str, found: str):
+    assert problem(f"{NEEDED} --schedule aiao:{part}") == found

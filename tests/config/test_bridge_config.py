@@ -53,9 +53,7 @@ def container(args: Namespace) -> Any:
         ("--schedule aiao:recompute=early --segments 2 --recompute-layers 1,1,2,2", ""),
     ],
 )
-def test_a_configuration_says_what_its_flags_said(
-    parse: Parse, parser: ArgumentParser, ours: str, megatrons: str
-) -> None:
+def test_a_configuration_says_what_its_flags_said(parse, parser, ours, megatrons):
     with apply(absent_gpu(is_blackwell=True)):
         args = validate(parse(f"{ours} {megatrons}"), world_size=4)
     found = read_bridge(container(args), parser.parse_args(ours.split()))

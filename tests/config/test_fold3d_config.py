@@ -20,12 +20,13 @@ from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.training import launch, mistakes
 from tests.config.conftest import Parse
-from tests.config.rows import ORDERS, OURS, Row, option_of, rows, under
+from tests.config.rows import ORDERS, OURS, option_of, rows, under
 
 DOCS = Path(__file__).parents[2] / "docs" / "compatibility.md"
 REVIEWED = Path(__file__).parents[1] / "reviewed_options.txt"
 
 MORE = "--micro-batch-size 1 --pipeline-model-parallel-size 1"
+TWO_RANKS = "--pipeline-model-parallel-size 2"
 
 
 def validate(args: Namespace, world_size: int) -> Namespace:
@@ -42,17 +43,6 @@ def options(parser: ArgumentParser) -> Iterator[Action]:
     return (a for group in groups if group.title != "FOLD3D" for a in group._group_actions)
 
 
-def problems(args: Namespace) -> list[str]:
-    with pytest.raises(ValueError) as raised:  # noqa: PT011  # the caller looks at every line
-        read_config(args)
-    return str(raised.value).splitlines()
-
-
-def only_problem(args: Namespace) -> str:
-    (problem,) = problems(args)
-    return problem
-
-
 @pytest.mark.parametrize(
     "flag",
     [
@@ -67,41 +57,15 @@ def only_problem(args: Namespace) -> str:
         "--seed 0",
     ],
 )
-def test_a_size_below_one_is_refused_before_anything_divides_by_it(parse: Parse, flag: str) -> None:
-    assert only_problem(parse(f"--schedule aiao {flag}")) == (
-        f"{flag}: it is at least one; give another number"
-    )
+def test_a_size_below_one_is_refused_before_anything_divides_by_it(problem, flag: str) -> None:
+    said = problem(f"--schedule aiao {flag}")
+    assert said == f"{flag}: it is at least one; give another number"
 
 
 @pytest.mark.newest_options
 def test_sizes_checked_for_one_or_more_are_named_after_their_flags(parser: ArgumentParser) -> None:
     known = {flag: action.dest for action in options(parser) for flag in action.option_strings}
     assert {f"--{name.replace('_', '-')}": name for name in _SIZES}.items() <= known.items()
-
-
-@pytest.mark.parametrize(
-    ("ends", "problem"),
-    [
-        (
-            "--decoder-first-pipeline-num-layers 9",
-            "--decoder-first-pipeline-num-layers 9 of 8 layers: the other 1 ranks hold one layer "
-            "each at least; give 7 at most",
-        ),
-        (
-            "--decoder-last-pipeline-num-layers 0",
-            "--decoder-last-pipeline-num-layers 0: a rank holds one layer at least; give 1 or more",
-        ),
-        (
-            "--decoder-first-pipeline-num-layers -1 --decoder-last-pipeline-num-layers 9",
-            "--decoder-first-pipeline-num-layers -1: a rank holds one layer at least; give 1 or "
-            "more",
-        ),
-    ],
-)
-def test_a_rank_without_layers_is_refused(parse: Parse, ends: str, problem: str) -> None:
-    assert (
-        only_problem(parse(f"--schedule aiao --pipeline-model-parallel-size 2 {ends}")) == problem
-    )
 
 
 def test_help_needs_no_gpu(monkeypatch, capsys) -> None:
@@ -137,62 +101,44 @@ def test_the_default_is_stock_megatron(parse: Parse) -> None:
     assert megatron_defaults(args) == {}
 
 
-def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> None:
-    args = parse(
-        "--schedule aiao --segments 2 --device cpu "
-        "--pipeline-model-parallel-size 2 --distributed-timeout-minutes 3"
+def test_every_flag_reaches_the_configuration(parse: Parse, config, tmp_path: Path) -> None:
+    aiao = Choice.plain("aiao", num_segments=2)
+    found = config(
+        f"--schedule aiao --segments 2 --device cpu {TWO_RANKS} --distributed-timeout-minutes 3"
     )
-    assert read_config(args) == Fold3DConfig(
-        job=Job(
-            choice=Choice.plain("aiao", num_segments=2),
-            num_ranks=2,
-            grad_sync="serial",
-            receives_ahead=3,
-        ),
+    assert found == Fold3DConfig(
+        job=Job(choice=aiao, num_ranks=2, grad_sync="serial", receives_ahead=3),
         device="cpu",
         distributed_timeout_minutes=3,
         has_engine_modules=True,
         clips_or_scales=True,
         ties_embeddings=True,
     )
-    grouped = parse(
-        "--schedule interleaved --segments 2 --pipeline-model-parallel-size 2 "
-        "--microbatch-group-size-per-virtual-pipeline-stage 3"
-    )
-    assert read_config(grouped).choice.group == 3
-    by_word = parse("--schedule interleaved:group=3 --segments 2 --pipeline-model-parallel-size 2")
+    several = f"--segments 2 {TWO_RANKS}"
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage 3"
+    assert config(f"--schedule interleaved {several} {flag}").choice.group == 3
+    by_word = parse(f"--schedule interleaved:group=3 {several}")
     assert read_config(by_word).choice.group == 3
     assert megatron_defaults(by_word)["microbatch_group_size_per_vp_stage"] == 3
     plan = tmp_path / "plan.txt"
     plan.touch()
-    planned = read_config(parse(f"--schedule plan={plan}"))
+    planned = config(f"--schedule plan={plan}")
     assert (planned.choice.order, planned.plan_file) == (f"plan={plan}", plan)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_of_the_library_can_be_asked_for(parse: Parse, schedule: str) -> None:
+def test_every_schedule_of_the_library_can_be_asked_for(config, schedule: str) -> None:
     local = "--transformer-impl local --no-gradient-accumulation-fusion"  # what zb-h1 can split
-    args = parse(f"--schedule {schedule} --pipeline-model-parallel-size 2 {local}")
-    assert read_config(args).choice.order == schedule
+    assert config(f"--schedule {schedule} {TWO_RANKS} {local}").choice.order == schedule
 
 
-@pytest.mark.parametrize(
-    ("word", "found"),
-    [
-        ("stock:ahead=3", "3 with --schedule stock: only 1f1b, aiao, interleaved read it"),
-        ("afab:ahead=3", "3 with --schedule afab: only 1f1b, aiao, interleaved read it"),
-        ("1f1b:ahead=0", "0: a rank runs at least one forward ahead"),
-    ],
-)
-def test_forwards_ahead_that_nothing_reads_are_refused(parse: Parse, word: str, found: str) -> None:
-    problem = only_problem(parse(f"--schedule {word} {TWO_RANKS}"))
-    assert problem.startswith(f"ahead={found}")
-    given = read_config(parse("--schedule 1f1b:ahead=3"))
+def test_forwards_ahead_are_as_given_or_chosen(config, problems) -> None:
+    given = config("--schedule 1f1b:ahead=3")
     assert (given.choice.ahead, given.auto) == (3, set())
-    auto = read_config(parse("--schedule interleaved:ahead=auto"))
+    auto = config("--schedule interleaved:ahead=auto")
     assert (auto.choice.ahead, auto.auto) == (None, {"ahead"})
-    both = parse(f"--schedule aiao:ahead=auto --offload-activations on {TWO_RANKS}")
-    assert any("auto with --offload-activations on: each" in line for line in problems(both))
+    both = problems(f"--schedule aiao:ahead=auto --offload-activations on {TWO_RANKS}")
+    assert any("auto with --offload-activations on: each" in line for line in both)
 
 
 @pytest.mark.processes
@@ -244,9 +190,7 @@ def test_the_number_of_segments_is_megatrons_before_and_after_validation(
         max_size=4,
     )
 )
-def test_stages_of_a_layout_are_counted_as_megatron_counts_them(
-    parts: list[tuple[str, int, bool]],
-) -> None:
+def test_stages_of_a_layout_are_counted_as_megatron_counts_them(parts):
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     from megatron.fold3d.config.job_sizes import written_out
@@ -256,7 +200,6 @@ def test_stages_of_a_layout_are_counted_as_megatron_counts_them(
     assert written_out(layout).count("|") + 1 == stages
 
 
-TWO_RANKS = "--pipeline-model-parallel-size 2"
 LAYOUT = "--pipeline-model-parallel-layout Ettt|tt|tt|tL"
 NO_SUCH_SEGMENTS = [
     (f"{TWO_RANKS} --segments 0", "--segments 0:", "try --segments 1"),
@@ -311,60 +254,32 @@ NO_SUCH_SEGMENTS = [
 
 @pytest.mark.parametrize(("flags", "found", "fix"), NO_SUCH_SEGMENTS)
 @pytest.mark.parametrize("schedule", ["aiao", "stock"])
-def test_segments_that_megatron_cannot_build_are_refused(
-    parse: Parse, schedule: str, flags: str, found: str, fix: str
-) -> None:
-    problem = only_problem(parse(f"--schedule {schedule} {flags}"))
-    assert problem.startswith(found)
-    assert problem.endswith(fix)
+def test_segments_that_megatron_cannot_build_are_refused(problem, schedule, flags, found, fix):
+    said = problem(f"--schedule {schedule} {flags}")
+    assert said.startswith(found)
+    assert said.endswith(fix)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "shifted-critical-path", "zb-h1"])
-def test_schedules_of_one_segment_refuse_more(parse: Parse, schedule: str) -> None:
+def test_schedules_of_one_segment_refuse_more(problem, schedule: str) -> None:
     local = "--transformer-impl local --no-gradient-accumulation-fusion"
-    args = parse(f"--schedule {schedule} --segments 2 {TWO_RANKS} {local}")
-    assert only_problem(args) == (
+    assert problem(f"--schedule {schedule} --segments 2 {TWO_RANKS} {local}") == (
         f"2 segments with --schedule {schedule}: it runs one segment per rank; "
         "use --segments 1, or --schedule aiao or interleaved"
     )
 
 
-def test_megatron_checks_what_was_not_asked_of_us(parse: Parse) -> None:
-    args = parse("--num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2")
-    assert read_config(args).num_segments == 3  # 4 layers per rank; stock's own error
+def test_megatron_checks_what_was_not_asked_of_us(config) -> None:
+    found = config(f"--num-virtual-stages-per-pipeline-rank 3 {TWO_RANKS}")
+    assert found.num_segments == 3  # 4 layers per rank; stock's own error
 
 
 def test_segments_that_only_a_checkpoint_knows_are_asked_for(parse: Parse) -> None:
     args = parse(f"--schedule aiao {TWO_RANKS} --num-layers-per-virtual-pipeline-stage 2")
     args.num_layers = None  # as with --use-checkpoint-args
-    problem = only_problem(args)
-    assert problem.startswith("--num-layers-per-virtual-pipeline-stage 2 without --num-layers:")
-    assert problem.endswith("use --segments")
-
-
-# Parts of the word that would be ignored
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("--schedule aiao:group=4", "group=4 with --schedule aiao: only interleaved has groups"),
-        ("--schedule interleaved:group=1", "group=1: ranks wait for one another"),
-        (
-            "--schedule interleaved:group=4 --microbatch-group-size-per-virtual-pipeline-stage 2",
-            "group=4 with --microbatch-group-size-per-virtual-pipeline-stage 2: both are",
-        ),
-        ("--schedule aiao:share=0.5", "share= without step=next: it is a share of"),
-    ],
-)
-def test_a_part_that_nothing_reads_is_refused(parse: Parse, line: str, problem: str) -> None:
-    assert only_problem(parse(f"{line} --segments 2 {TWO_RANKS}")).startswith(problem)
-
-
-def test_a_plan_file_must_be_there(parse: Parse) -> None:
-    assert only_problem(parse("--schedule plan=no/such.plan")) == (
-        "--schedule plan=no/such.plan: no such file; write one with `fold3d plan`"
-    )
+    found = "--num-layers-per-virtual-pipeline-stage 2 without --num-layers: .*; use --segments$"
+    with pytest.raises(ValueError, match=found):
+        read_config(args)
 
 
 def test_a_yaml_configuration_hides_our_flags() -> None:
@@ -375,12 +290,10 @@ def test_a_yaml_configuration_hides_our_flags() -> None:
 # Options of Megatron
 
 
-def test_every_broken_rule_is_reported_at_once_on_a_line_of_its_own(parse: Parse) -> None:
-    args = parse(
-        f"--schedule 1f1b:group=2 --segments 4 {TWO_RANKS} "
-        "--cuda-graph-impl local --use-megatron-fsdp"
-    )
-    assert [problem.partition(":")[0] for problem in problems(args)] == [
+def test_every_broken_rule_is_reported_at_once_on_a_line_of_its_own(problems) -> None:
+    ours = f"--schedule 1f1b:group=2 --segments 4 {TWO_RANKS}"
+    found = problems(f"{ours} --cuda-graph-impl local --use-megatron-fsdp")
+    assert [problem.partition(":")[0] for problem in found] == [
         "group=2 with --schedule 1f1b",
         "4 segments with --schedule 1f1b",
         "--cuda-graph-impl local with --schedule 1f1b",
@@ -388,25 +301,11 @@ def test_every_broken_rule_is_reported_at_once_on_a_line_of_its_own(parse: Parse
     ]
 
 
-def test_a_refusal_says_what_was_found_why_and_what_to_do(parse: Parse) -> None:
-    assert only_problem(parse("--schedule aiao --use-megatron-fsdp")) == (
-        "--use-megatron-fsdp with --schedule aiao: it replaces the gradient buckets of Megatron's "
-        "DDP, which a schedule reduces; use --use-distributed-optimizer"
-    )
-
-
-def test_groups_of_interleaved_hold_a_microbatch_per_rank(parse: Parse) -> None:
-    group = "--microbatch-group-size-per-virtual-pipeline-stage"
-    line = f"--schedule interleaved --segments 2 --pipeline-model-parallel-size 4 {group}"
-    assert read_config(parse(f"{line} 4")).choice.group == 4
-    assert only_problem(parse(f"{line} 3")).startswith(f"{group} 3 with --schedule interleaved:")
-
-
-def test_delayed_scaling_of_fp8_needs_the_order_of_stock(parse: Parse) -> None:
+def test_delayed_scaling_of_fp8_needs_the_order_of_stock(config, problem) -> None:
     fp8 = "--fp8-format hybrid --transformer-impl transformer_engine"
-    assert "stock's order is another" in only_problem(parse(f"--schedule aiao {fp8}"))
+    assert "stock's order is another" in problem(f"--schedule aiao {fp8}")
     for line in ("--schedule aiao --fp8-recipe tensorwise", "--schedule 1f1b"):
-        read_config(parse(f"{line} {fp8}"))
+        config(f"{line} {fp8}")
 
 
 @pytest.mark.parametrize("schedule", ["stock", *sorted(OURS)])
@@ -432,9 +331,7 @@ def given_on(action: Action) -> str:
 
 
 @pytest.mark.parametrize("row", rows(*ORDERS), ids=lambda row: row.setting)
-def test_a_refusal_is_made_for_its_schedules_and_never_for_stock(
-    parser: ArgumentParser, parse: Parse, row: Row
-) -> None:
+def test_a_refusal_is_made_for_its_schedules_and_never_for_stock(parser, parse, row):
     args = parse(f"--pipeline-model-parallel-size 4 {given_on(option_of(row, parser))}")
     for schedule in OURS:
         refused = [line for line in refusals(under(args, schedule)) if row.rule in line]
@@ -469,9 +366,7 @@ def documented() -> dict[str, list[list[str]]]:
 
 
 @pytest.mark.newest_options
-def test_what_the_documentation_says_works_is_not_refused(
-    parser: ArgumentParser, parse: Parse
-) -> None:
+def test_what_the_documentation_says_works_is_not_refused(parser, parse):
     by_flag = {flag: a for a in options(parser) for flag in a.option_strings}
     for flag, cells in documented().items():
         if len(cells) == 1 and cells[0][0] == "works":
@@ -480,16 +375,15 @@ def test_what_the_documentation_says_works_is_not_refused(
             assert list(refusals(under(args, "aiao"))) == [], flag
 
 
-def test_a_trace_has_a_folder_and_iterations(parse: Parse, tmp_path: Path) -> None:
-    config = read_config(parse(f"--trace {tmp_path} --trace-iterations 7-9"))
-    assert (config.trace, config.trace_iterations) == (tmp_path, range(7, 10))
-    config = read_config(parse("--trace new --trace-iterations 7"))
-    assert config.trace_iterations == range(7, 8)
-    assert read_config(parse("--trace new")).trace_iterations is None
+def test_a_trace_has_a_folder_and_iterations(config, tmp_path: Path) -> None:
+    found = config(f"--trace {tmp_path} --trace-iterations 7-9")
+    assert (found.trace, found.trace_iterations) == (tmp_path, range(7, 10))
+    assert config("--trace new --trace-iterations 7").trace_iterations == range(7, 8)
+    assert config("--trace new").trace_iterations is None
 
 
 @pytest.mark.parametrize(
-    ("flags", "problem"),
+    ("flags", "found"),
     [
         ("--trace-iterations 4-5", "without --trace: there is no folder to write to"),
         ("--trace new --trace-iterations 5-4", "5-4: it is the first and the last iteration"),
@@ -500,5 +394,46 @@ def test_a_trace_has_a_folder_and_iterations(parse: Parse, tmp_path: Path) -> No
         (f"--trace {__file__}/new/one", f"{__file__} is a file, traces need a folder"),
     ],
 )
-def test_what_cannot_be_traced_is_refused(parse: Parse, flags: str, problem: str) -> None:
-    assert problem in only_problem(parse(flags))
+def test_what_cannot_be_traced_is_refused(problem, flags: str, found: str) -> None:
+    assert found in problem(flags)
+
+
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+GROUPED = f"interleaved --segments 2 --pipeline-model-parallel-size 4 {GROUP}"
+READ = "only 1f1b, aiao, interleaved read it"
+
+
+def test_groups_of_interleaved_hold_a_microbatch_per_rank(config) -> None:
+    assert config(f"--schedule {GROUPED} 4").choice.group == 4
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        (f"{GROUPED} 3", f"{GROUP} 3 with --schedule interleaved:"),
+        (
+            f"aiao {FIRST} 9",
+            f"{FIRST} 9 of 8 layers: the other 1 ranks hold one layer each at least; give 7 at "
+            "most",
+        ),
+        (f"aiao {LAST} 0", f"{LAST} 0: a rank holds one layer at least; give 1 or more"),
+        (f"aiao {FIRST} -1 {LAST} 9", f"{FIRST} -1: a rank holds one layer at least; give 1 or"),
+        # Parts of the word that nothing reads
+        ("stock:ahead=3", f"ahead=3 with --schedule stock: {READ}"),
+        ("afab:ahead=3", f"ahead=3 with --schedule afab: {READ}"),
+        ("1f1b:ahead=0", "ahead=0: a rank runs at least one forward ahead"),
+        ("aiao:group=4", "group=4 with --schedule aiao: only interleaved has groups"),
+        ("interleaved:group=1 --segments 2", "group=1: ranks wait for one another"),
+        (f"interleaved:group=4 --segments 2 {GROUP} 2", f"group=4 with {GROUP} 2: both are"),
+        ("aiao:share=0.5", "share= without step=next: it is a share of"),
+        ("plan=no/such.plan", "--schedule plan=no/such.plan: no such file; write one with `fold3d"),
+        (
+            "aiao --use-megatron-fsdp",
+            "--use-megatron-fsdp with --schedule aiao: it replaces the gradient buckets of "
+            "Megatron's DDP, which a schedule reduces; use --use-distributed-optimizer",
+        ),
+    ],
+)
+def test_what_a_schedule_cannot_have_is_refused(problem, word: str, found: str) -> None:
+    assert problem(f"{TWO_RANKS} --schedule {word}").startswith(found)

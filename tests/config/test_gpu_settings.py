@@ -18,9 +18,7 @@ def problems(parser: ArgumentParser, flags: str, schedule: str = "aiao") -> list
     return [*gpu_problems(parser.parse_args(flags.split()), schedule)]
 
 
-def test_gradients_are_accumulated_without_apex_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gradients_are_accumulated_without_apex_where_there_is_none(monkeypatch):
     assert default_flags() == ("--no-gradient-accumulation-fusion",)
     for there in (gpu_settings.FUSION_KERNEL, "transformer_engine"):
         monkeypatch.setattr(
@@ -39,9 +37,7 @@ def test_gradients_are_accumulated_without_apex_where_there_is_none(
         "PYTORCH_NO_CUDA_MEMORY_CACHING=0",  # torch looks whether it is there
     ],
 )
-def test_what_blocks_or_hangs_every_plan_is_refused(
-    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, setting: str
-) -> None:
+def test_what_blocks_or_hangs_every_plan_is_refused(parser, monkeypatch, setting):
     monkeypatch.setenv(*setting.split("="))
     (message,) = problems(parser, AIAO)
     assert message.startswith(f"{setting}: ")
@@ -49,17 +45,13 @@ def test_what_blocks_or_hangs_every_plan_is_refused(
     assert problems(parser, f"{AIAO} --device cpu") == problems(parser, "", "stock") == []
 
 
-def test_debug_levels_and_settings_that_are_off_block_nothing(
-    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_debug_levels_and_settings_that_are_off_block_nothing(parser, monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
     assert problems(parser, AIAO) == []
 
 
-def test_timers_that_wait_for_the_device_in_each_computation_of_a_pipeline_are_refused(
-    parser: ArgumentParser,
-) -> None:
+def test_timers_that_wait_for_the_device_in_each_computation_of_a_pipeline_are_refused(parser):
     (message,) = problems(parser, f"{AIAO} --timing-log-level 2")
     assert message.startswith("--timing-log-level 2: ")
     assert problems(parser, f"{AIAO} --timing-log-level 1") == []
@@ -68,9 +60,7 @@ def test_timers_that_wait_for_the_device_in_each_computation_of_a_pipeline_are_r
 
 
 @pytest.mark.parametrize("name", ["TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG"])
-def test_collectives_with_timed_events_are_refused_with_one_queue(
-    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_collectives_with_timed_events_are_refused_with_one_queue(parser, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     assert problems(parser, AIAO) == []
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -103,9 +93,7 @@ def test_with_many_queues_tensor_parallel_streams_get_priority_and_the_log_says_
     assert [bool(re.search(said, text)) for text in caplog.messages] == [True] * bool(groups)
 
 
-def test_training_asks_before_process_groups_exist(
-    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_asks_before_process_groups_exist(parser, monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     args = parser.parse_args(AIAO.split())
     with pytest.raises(ValueError, match=r"(?m)^CUDA_LAUNCH_BLOCKING=1: "):
@@ -113,9 +101,7 @@ def test_training_asks_before_process_groups_exist(
 
 
 @pytest.mark.parametrize("flag", ["--offload-activations on", "--lazy-inter-segment"])
-def test_a_missing_offload_library_is_found_before_the_run(
-    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str
-) -> None:
+def test_a_missing_offload_library_is_found_before_the_run(parser, monkeypatch, tmp_path, flag):
     monkeypatch.setattr(gpu_settings, "OFFLOAD_LIBRARY", tmp_path / "offload.cuda.so")
     (message,) = problems(parser, f"{AIAO} {flag}")
     assert message.startswith(f"{flag} without {tmp_path / 'offload.cuda.so'}: ")
@@ -125,9 +111,7 @@ def test_a_missing_offload_library_is_found_before_the_run(
 
 
 @pytest.mark.parametrize(("device", "build"), [("cpu", "extension"), ("cuda", "build-cuda")])
-def test_a_missing_coder_is_found_before_the_run(
-    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, build: str
-) -> None:
+def test_a_missing_coder_is_found_before_the_run(parser, monkeypatch, tmp_path, device, build):
     monkeypatch.setitem(gpu_settings.DELTA_LIBRARIES, device, tmp_path / "_delta_code.so")
     flags = f"{AIAO} --device {device} --delta-param-gather"
     (message,) = gpu_settings.delta_library_problems(parser.parse_args(f"{flags} on".split()))
@@ -138,9 +122,7 @@ def test_a_missing_coder_is_found_before_the_run(
         assert [*gpu_settings.delta_library_problems(args)] == []
 
 
-def test_lazy_transfers_between_nodes_ask_for_the_network_that_they_take(
-    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lazy_transfers_between_nodes_ask_for_the_network_that_they_take(parser, monkeypatch):
     monkeypatch.setattr(gpu_settings, "OFFLOAD_LIBRARY", Path(__file__))
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "16")
@@ -160,9 +142,7 @@ def test_the_offload_library_is_looked_for_where_it_is_built() -> None:
     assert gpu_settings.OFFLOAD_LIBRARY == LIBRARY
 
 
-def test_preemption_asks_for_more_queues_than_cudas_default(
-    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preemption_asks_for_more_queues_than_cudas_default(parser, monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     (message,) = problems(parser, f"{AIAO} --preemptive-comm")
     assert message.startswith("CUDA_DEVICE_MAX_CONNECTIONS, unset and so 8, with --preemptive-comm")

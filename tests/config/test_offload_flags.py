@@ -24,9 +24,7 @@ def test_modules_that_the_engine_recomputes_are_named(refused):
         ("--no-gradient-accumulation-fusion", 4),
     ],
 )
-def test_offloaded_bytes_of_full_recomputation_are_known_from_the_flags(
-    config, line: str, states: int
-):
+def test_offloaded_bytes_of_full_recomputation_are_known_from_the_flags(config, line, states):
     hidden_state = 32 * 2 * 64 * 4
     assert config(f"--schedule aiao {ON} {line}").saved_bytes == states * hidden_state
     half = "--bf16 --tensor-model-parallel-size 4 --sequence-parallel"

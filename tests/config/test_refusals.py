@@ -1,6 +1,6 @@
 """The table of refusals: each setting is known, and the page is what the table prints."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 import pytest
 
@@ -20,9 +20,7 @@ def settings() -> list[str]:
 
 
 @pytest.mark.parametrize("setting", settings())
-def test_each_setting_is_a_name_or_a_flag_of_the_installed_megatron(
-    parser: ArgumentParser, setting: str
-) -> None:
+def test_each_setting_is_a_name_or_a_flag_of_the_installed_megatron(parser, setting):
     flag = setting.split()[0]
     if flag.startswith("--"):
         known = {flag: a.dest for a in parser._actions for flag in a.option_strings}
@@ -64,9 +62,7 @@ def test_names_are_those_of_the_table_and_of_what_reads_settings() -> None:
         ("--qk-clip", {}, ""),
     ],
 )
-def test_a_setting_is_read_as_it_is_typed(
-    setting: str, values: dict[str, object], found: str
-) -> None:
+def test_a_setting_is_read_as_it_is_typed(setting, values, found):
     assert asked(Namespace(**values), setting) == found
 
 

@@ -97,9 +97,7 @@ def test_a_checkpoint_brings_sizes_but_no_learning_rate(problems: Problems, tmp_
         ),
     ],
 )
-def test_batches_that_stocks_segments_would_stop_at_are_named(
-    problems: Problems, flags: str, found: str
-) -> None:
+def test_batches_that_stocks_segments_would_stop_at_are_named(problems, flags, found):
     several = f"--pipeline-model-parallel-size 4 --segments 2 {flags}"
     for segments in ("--segments", "--num-virtual-stages-per-pipeline-rank"):
         (problem,) = problems(
@@ -191,9 +189,7 @@ def test_a_mistake_is_one_line(problems: Problems, flags: str, problem: str) -> 
 @pytest.mark.parametrize(
     "flags", ["--iterations-to-skip 1 3", "--full-validation --multiple-validation-sets"]
 )
-def test_what_reads_data_of_one_segment_is_refused_for_several(
-    problems: Problems, flags: str
-) -> None:
+def test_what_reads_data_of_one_segment_is_refused_for_several(problems, flags):
     two = f"--pipeline-model-parallel-size 2 {flags}"
     assert problems(two, ranks=2) == []
     for segments in ("--segments 2", "--num-layers-per-virtual-pipeline-stage 1"):
@@ -233,9 +229,7 @@ def test_ranks_are_a_multiple_of_those_of_a_model(problems: Problems) -> None:
         ("{}/new", None),  # the first run of a job that will be requeued
     ],
 )
-def test_a_checkpoint_is_where_the_flags_say(
-    problems: Problems, tmp_path: Path, flags: str, problem: str | None
-) -> None:
+def test_a_checkpoint_is_where_the_flags_say(problems, tmp_path, flags, problem):
     for name in ("iter_0000004", "iter_0000008"):
         (tmp_path / name).mkdir()
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
@@ -260,9 +254,7 @@ def test_a_checkpoint_is_where_the_flags_say(
         "--lazy-inter-segment",
     ],
 )
-def test_segments_of_a_checkpoint_are_judged_when_it_is_read(
-    parser: ArgumentParser, flags: str
-) -> None:
+def test_segments_of_a_checkpoint_are_judged_when_it_is_read(parser, flags):
     local = "--transformer-impl local --no-gradient-accumulation-fusion"
     line = f"--schedule aiao --use-checkpoint-args --load x {local} {flags}"
     read_config(parser.parse_args(line.split()))
@@ -272,9 +264,7 @@ def test_segments_of_a_checkpoint_are_judged_when_it_is_read(
         )
 
 
-def test_a_misspelt_flag_is_told_the_next_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_misspelt_flag_is_told_the_next_one(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
     assert launch.train(["--device", "cpu", "--segmentz", "2", "--qqq"], "gpt") == 2
     assert capsys.readouterr().err == (
@@ -283,9 +273,7 @@ def test_a_misspelt_flag_is_told_the_next_one(
     )
 
 
-def test_every_reason_is_given_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_reason_is_given_at_once(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
     words = ["--device", "cpu", "--schedule", "1f1b", "--segments", "2", "--bf16", "--fp16"]
     run = [word for flag, value in RUN.items() for word in (flag, value) if word]
@@ -302,9 +290,7 @@ def test_every_reason_is_given_at_once(
     ("ending", "printed"),
     [(None, "flags\n"), (SystemExit(0), "flags\n"), (ValueError("--lr is missing"), "")],
 )
-def test_what_megatron_prints_waits_until_a_run_can_begin(
-    capsys: pytest.CaptureFixture[str], ending: BaseException | None, printed: str
-) -> None:
+def test_what_megatron_prints_waits_until_a_run_can_begin(capsys, ending, printed):
     with contextlib.suppress(SystemExit, ValueError), launch.held_log():
         sys.stdout.write("flags\n")
         assert capsys.readouterr().out == ""

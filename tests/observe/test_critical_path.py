@@ -5,10 +5,9 @@ from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Plan
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import deferred_grad_sync
+from tests.plans import built, deferred_grad_sync
 
 COSTS = {"p2p_s": 0.3, "p2p_latency_s": 0.01, "grad_sync_s": 7.0}
 
@@ -39,12 +38,8 @@ def test_weight_gradients_that_hide_dp_sync_are_on_the_path_after_the_last_backw
 @pytest.mark.parametrize("sync", [serial_grad_sync, add_grad_sync, deferred_grad_sync])
 @pytest.mark.parametrize(("schedule", "segments"), [("1f1b", 1), ("interleaved", 3), ("aiao", 3)])
 def test_the_steps_follow_each_other_and_add_up_to_the_makespan(sync, schedule, segments):
-    order = build(schedule, num_ranks=3, num_segments=segments, num_microbatches=6)
-    timeline = simulate(
-        sync(order),
-        Costs.uniform(order.num_stages, **COSTS),
-        iterations=3,
-    )
+    order = built(schedule, 3, segments, 6)
+    timeline = simulate(sync(order), Costs.uniform(order.num_stages, **COSTS), iterations=3)
     steps = critical_path(timeline)
     ends = [0.0, *(step.span.end_s for step in steps)]
     assert [step.start_s for step in steps] == pytest.approx(ends[:-1])
@@ -52,7 +47,7 @@ def test_the_steps_follow_each_other_and_add_up_to_the_makespan(sync, schedule, 
 
 
 def test_an_action_that_nothing_waits_for_is_not_on_the_critical_path():
-    plan = build("1f1b", num_ranks=2, num_segments=1, num_microbatches=4)
+    plan = built("1f1b", 2, 1, 4)
     slow = Costs(forward_s=(1.0, 5.0), backward_s=(1.0, 5.0))
     last_rank = [name for name in names(simulate(plan, slow)) if name.startswith("1:")]
     assert len([name for name in last_rank if "RECV" not in name]) == 8

@@ -5,11 +5,10 @@ from hypothesis import strategies as st
 from megatron.fold3d.observe.exposure import exposure
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.grad_sync import serial_grad_sync
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import deferred_grad_sync
+from tests.plans import built, deferred_grad_sync
 
 
 def test_columns_of_a_run_by_hand():
@@ -39,7 +38,7 @@ def test_copies_are_exposed_when_a_backward_waits_for_its_reload():
     st.floats(0.0, 9.0),
 )
 def test_columns_add_up_to_the_iteration(schedule, lower, p2p_s, grad_sync_s):
-    plan = lower(build(schedule, num_ranks=3, num_segments=2, num_microbatches=6))
+    plan = lower(built(schedule, 3, 2, 6))
     costs = Costs.uniform(6, p2p_s=p2p_s, grad_sync_s=grad_sync_s)
     timeline = simulate(plan, costs, Link(grad_sync_order="edf"), iterations=3)
     for rank, row in enumerate(exposure(timeline)):

@@ -5,13 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fold3d.observe.memory_curve import Footprint, memory
+from megatron.fold3d.observe.memory_curve import Footprint, Memory, memory
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES
-from megatron.fold3d.predict.cost_model.cluster import cluster
-from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import (
     Setup,
@@ -27,46 +25,45 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate, steady_state
 from tests.plans import built, deferred_grad_sync
+from tests.predict.setups import estimated
 
 # Over time
 
 
+def over_time(text: str, costs: Costs, static: float = 0.0, **each: float) -> Memory:
+    """The memory of a rank with one stage; bytes of a micro-batch that is saved, and so on."""
+    sizes = {f"{name}_bytes": (size,) for name, size in each.items()}
+    footprint = Footprint(static_bytes=(static,), **sizes)
+    (rank,) = memory(simulate(Plan.from_text(text), costs), footprint)
+    return rank
+
+
 def test_a_micro_batch_is_held_from_its_forward_to_its_backward():
-    plan = Plan.from_text("0F0 0F1 0B0 0B1\n")
-    (rank,) = memory(
-        simulate(plan, Costs.uniform(1)), Footprint(static_bytes=(100.0,), saved_bytes=(8.0,))
-    )
+    rank = over_time("0F0 0F1 0B0 0B1", Costs.uniform(1), 100.0, saved=8.0)
     assert rank.device == {0: 108, 1: 116, 4: 108, 6: 100}
     assert rank.host_peak == 0.0
 
 
 def test_an_offloaded_micro_batch_is_on_both_sides_while_it_is_copied():
-    plan = Plan.from_text("0F0 0OFFLOAD0 0F1 0RELOAD0 0B1 0B0\n")
     costs = Costs(forward_s=(2.0,), backward_s=(2.0,), offload_s=(1.0,), reload_s=(1.0,))
-    footprint = Footprint(static_bytes=(0.0,), saved_bytes=(8.0,), working_bytes=(3.0,))
-    (rank,) = memory(simulate(plan, costs), footprint)
+    rank = over_time("0F0 0OFFLOAD0 0F1 0RELOAD0 0B1 0B0", costs, saved=8.0, working=3.0)
     # F0 0-2, OFFLOAD 2-3, F1 2-4, RELOAD 4-5, B1 4-6, B0 6-8
     assert rank.host == {0: 0, 2: 8, 5: 0}
     assert rank.device == {0: 8, 2: 16, 3: 8, 4: 8 + 8 + 3, 6: 8 + 3, 8: 0}
 
 
 def test_inputs_of_delayed_weight_gradients_are_held_until_their_w():
-    plan = Plan.from_text("0F0 0F1 0B0 0B1 0W0 0W1\n")
-    footprint = Footprint(static_bytes=(100.0,), saved_bytes=(8.0,), delayed_bytes=(7.0,))
     split, whole = (
-        memory(simulate(p, Costs.uniform(1)), footprint)[0] for p in (plan, plan.select({"F", "B"}))
+        over_time(f"0F0 0F1 0B0 0B1{more}", Costs.uniform(1), 100.0, saved=8.0, delayed=7.0)
+        for more in (" 0W0 0W1", "")
     )
     assert split.device == {0: 108, 1: 116, 3: 115, 4: 114, 5: 107, 6: 100}
     assert whole.device_peak == 116.0
 
 
 def test_what_is_recomputed_early_is_held_until_its_backward():
-    plan = Plan.from_text("0F0 0F1 0R0 0B0 0B1\n")
     costs = Costs.uniform(1, backward_s=3.0, recompute_s=1.0)
-    footprint = Footprint(
-        static_bytes=(0.0,), saved_bytes=(1.0,), working_bytes=(10.0,), recomputed_bytes=(40.0,)
-    )
-    (rank,) = memory(simulate(plan, costs), footprint)
+    rank = over_time("0F0 0F1 0R0 0B0 0B1", costs, saved=1.0, working=10.0, recomputed=40.0)
     # F0 0-1, F1 1-2, R0 2-3, B0 3-5; B1 recomputes one layer at a time, 5-8
     assert rank.device == {0: 1, 1: 2, 2: 42, 5: 11, 8: 0}
 
@@ -169,7 +166,7 @@ def test_messages_gradients_and_the_last_stage():
     shape, setup = model_shape("gpt3-18b"), Setup(tensor_parallel=8, sequence_parallel=True)
     assert message_bytes(shape, setup) == 1024 * 6144 * 2 / 8
     (held,) = held_parameters(shape, setup, 1)
-    on_gpus = estimate(shape, cluster("a100x8"), setup, num_ranks=1, num_segments=1)
+    on_gpus = estimated(shape, "a100x8", setup)
     assert on_gpus.gradient_bytes == (4 * held.dense,)
     # Norms, positions and biases behind a sum are on all ranks.
     assert held.dense == pytest.approx(shape.num_parameters / 8, rel=5e-3)
@@ -202,7 +199,5 @@ def test_the_steady_state_hides_what_fits_behind_the_next_forward():
 
 
 def test_without_deferred_work_all_iterations_are_equal():
-    plan = built("1f1b", 3, 1, 4)
-    timeline = steady_state(plan, Costs.uniform(3))
-    ends = timeline.iteration_ends_s(0)
-    assert ends == (18.0, 36.0, 54.0)
+    timeline = steady_state(built("1f1b", 3, 1, 4), Costs.uniform(3))
+    assert timeline.iteration_ends_s(0) == (18.0, 36.0, 54.0)

@@ -30,10 +30,6 @@ def test_iterations_end_with_what_occupies_the_rank_not_with_grad_sync():
     assert timeline().makespan_s == 9.0
 
 
-def test_a_rank_without_work_leaves_the_period_to_the_others():
-    assert Timeline((*timeline().ranks, ())).period_s == 4.0
-
-
 def test_a_window_cuts_spans_and_starts_at_zero():
     window = timeline().between(3.0, 6.0)
     assert [(s.lane, s.start_s, s.end_s) for s in window.ranks[0]] == [
@@ -43,9 +39,10 @@ def test_a_window_cuts_spans_and_starts_at_zero():
     ]
 
 
-def test_an_empty_timeline_has_no_time():
+def test_a_rank_without_work_has_no_time_and_leaves_the_period_to_the_others():
     assert Timeline(()).makespan_s == 0.0
     assert Timeline(((),)).period_s == 0.0
+    assert Timeline((*timeline().ranks, ())).period_s == 4.0
 
 
 def test_collectives_of_one_launch_are_shown_as_the_network_serves_them():

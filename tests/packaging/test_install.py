@@ -73,9 +73,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_installed_package_shares_the_megatron_namespace_and_has_its_command(
-    python: Path, checkout: Path
-):
+def test_installed_package_shares_the_megatron_namespace_and_has_its_command(python, checkout):
     find = (
         "from importlib.util import find_spec as find;"
         "print(*(find(f'megatron.{name}').origin for name in ('core', 'training', 'fold3d')));"

@@ -253,10 +253,7 @@ WRONG = [
     ("0F0 0F2 0F1 0B0 0B1 0B2", "0F1 comes too late; a stage reads its data in the order of"),
     ("0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0", "no rank can go on: rank 0 at 0B0, rank 1 at 1F1"),
     # Of transfers. With buffered sends the last one would run.
-    (
-        "0F0 0SEND_F0 0RECV_B0 0B0\n1F0 1B0 1SEND_B0",
-        "0SEND_F0 has no 1RECV_F0 to go with it",
-    ),
+    ("0F0 0SEND_F0 0RECV_B0 0B0\n1F0 1B0 1SEND_B0", "0SEND_F0 has no 1RECV_F0 to go with it"),
     ("0F0 0RECV_B0 0B0\n1F0 1B0 1SEND_B0", "1F0 needs 0SEND_F0, which is missing"),
     (
         "0F0 0F1 0SEND_F1 0SEND_F0 0RECV_B0 0RECV_B1 0B0 0B1\n"
@@ -293,10 +290,7 @@ WRONG = [
     (f"0F0 {END} 0FREE_GRAD 0B0", "rank 0 waits at 0REDUCE_SCATTER for 0B0"),
     (f"0STEP 0F0 0B0 {CARRIED} 0FREE_GRAD", "rank 0 waits at 0B0 for 0FREE_GRAD"),
     (f"0FREE_GRAD 0STEP 0F0 0B0 {CARRIED}", "rank 0 waits at 0FREE_GRAD for 0STEP"),
-    (
-        "0F0 0B0 0ALL_REDUCE 0FREE_GRAD 0STEP",
-        "0FREE_GRAD needs 0REDUCE_SCATTER, which is missing",
-    ),
+    ("0F0 0B0 0ALL_REDUCE 0FREE_GRAD 0STEP", "0FREE_GRAD needs 0REDUCE_SCATTER, which is missing"),
 ]
 
 

@@ -1,11 +1,7 @@
 import pytest
 
 from megatron.fold3d.plan.ir import PlanError
-from megatron.fold3d.plan.schedules import (
-    ONE_SEGMENT_SCHEDULES,
-    SCHEDULES,
-    SPLIT_SCHEDULES,
-)
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES
 from tests import plans
 
 
@@ -113,14 +109,6 @@ def test_a_last_group_smaller_than_the_pipeline_is_shared_by_the_others():
     ]
 
 
-@pytest.mark.parametrize("schedule", ["aiao", "breadth-first"])
-def test_aiao_runs_the_last_segment_1f1b_by_default(schedule: str):
-    assert rows(schedule, 2, 2, 3) == [
-        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
-        "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2",
-    ]
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_runs_the_smallest_plan(schedule: str):
     assert rows(schedule, 1, 1, 1) == ["0F0 0B0" + " 0W0" * (schedule in SPLIT_SCHEDULES)]
@@ -139,7 +127,7 @@ def test_a_one_segment_schedule_refuses_more(schedule: str):
 
 
 @pytest.mark.parametrize("group_size", [-1, 0, 1, 3])
-def test_a_group_smaller_than_the_pipeline_is_refused(group_size: int):
+def test_a_group_smaller_than_the_pipeline_is_refused(group_size):
     # Smallest that hung: p=3, v=2, m=3 in groups of 1, where 3F2 waits for 2F2, 2F2 for 2B0,
     # and 2B0 for 3B0, which comes after 3F2.
     with pytest.raises(PlanError, match=f"groups of {group_size} .* on 4 ranks; .* at least 4"):

@@ -22,12 +22,13 @@ from megatron.fold3d.plan.ir import Action, Op, PlanError
 from megatron.fold3d.plan.passes.combined import one_more_ahead
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
+from tests.plans import built
 
 SIZES = [(p, v, m) for p in (2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 4, 5, 8, 12)]
 
 
 def ours(schedule: str, p: int, v: int, m: int, group_size: int | None = None) -> list[list[str]]:
-    plan = build(schedule, num_ranks=p, num_segments=v, num_microbatches=m, group_size=group_size)
+    plan = built(schedule, p, v, m, group_size=group_size)
     return list(plan.to_rows())
 
 
@@ -70,7 +71,7 @@ def test_1f1b_is_torchs(p: int, v: int, m: int):
 
 
 @pytest.mark.parametrize(("p", "v", "m"), SIZES)
-def test_interleaved_is_torchs(p: int, v: int, m: int):
+def test_interleaved_is_torchs(p, v, m):
     # Torch spreads a remainder over the groups as ours does, but wants it to come out even.
     num_groups = max(1, m // p)
     if m % num_groups:
@@ -189,6 +190,6 @@ def test_interleaved_is_megatrons(p: int, v: int, m: int, group_size: int):
 
 @pytest.mark.parametrize("schedule", ["breadth-first", "aiao"])
 @pytest.mark.parametrize(("p", "v", "m"), [size for size in SIZES if size[1] > 1])
-def test_aiao_with_a_1f1b_tail_is_megatrons_with_one_group(schedule: str, p: int, v: int, m: int):
+def test_aiao_with_a_1f1b_tail_is_megatrons_with_one_group(schedule, p, v, m):
     # Megatron itself refuses m < p here; its tables do not.
     assert ours(schedule, p, v, m) == megatrons(p, v, m, m)

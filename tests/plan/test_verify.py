@@ -7,11 +7,7 @@ from megatron.fold3d.plan.memory import peak_activations, peak_on_host
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.recompute_order import check_recompute_order
-from megatron.fold3d.plan.schedules import (
-    ONE_SEGMENT_SCHEDULES,
-    SCHEDULES,
-    SPLIT_SCHEDULES,
-)
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.plan.weight_order import check_oldest_first
 from tests.plans import built, planned
@@ -28,34 +24,30 @@ def grid(lines: list[str]) -> list[list[str]]:
     return [line.partition("|")[2].split() for line in lines]
 
 
-def test_transformer_engine_computes_the_oldest_weight_gradients_first():
+@pytest.mark.parametrize(
+    ("check", "text", "found", "reason"),
+    [
+        # What Transformer Engine computes, and what updates a mean where it is recomputed
+        (check_oldest_first, "0F0 0F1 0B0 0B1 0W1 0W0", "0W1", "0W0, whose backward is older"),
+        (check_recompute_order, "0F0 0F1 0R1 0R0 0B0 0B1", "0R1", "0R0, and routers keep a mean"),
+        (check_recompute_order, "0F0 0F1 0B1 0B0", "0B1", "0B0, and routers keep a mean"),
+        (check_recompute_order, "0F0 0F1 0R1 0B0 0B1", "0R1", "0B0, and routers keep a mean"),
+    ],
+)
+def test_what_has_to_be_in_order_is_marked_where_it_is_not(check, text, found, reason):
     with pytest.raises(PlanError) as caught:
-        check_oldest_first(Plan.from_text("0F0 0F1 0B0 0B1 0W1 0W0"))
+        check(Plan.from_text(text))
     message, *cells = str(caught.value).splitlines()
-    assert message.startswith("0W1 comes before 0W0, whose backward is older")
-    assert grid(cells) == [["0F0", "0F1", "0B0", "0B1", ">0W1<", "0W0"]]
+    assert message.startswith(f"{found} comes before {reason}")
+    assert grid(cells) == [[f">{word}<" if word == found else word for word in text.split()]]
+
+
+def test_weight_gradients_and_recomputations_in_order_are_accepted():
     for schedule in SPLIT_SCHEDULES:
         check_oldest_first(built(schedule, 4, 1, 8))
-    aiao = built("aiao", 4, 3, 8)
-    check_oldest_first(delay_weight_grads(aiao, (0, 2)))
-
-
-def test_a_stage_recomputes_in_order_where_that_updates_a_mean():
-    for text, found, before in (
-        ("0F0 0F1 0R1 0R0 0B0 0B1", "0R1", "0R0"),
-        ("0F0 0F1 0B1 0B0", "0B1", "0B0"),
-        ("0F0 0F1 0R1 0B0 0B1", "0R1", "0B0"),
-        ("0F0 0F1 0R0 0B1 0B0", "", ""),  # B1 recomputes, B0 has been recomputed
-    ):
-        plan = Plan.from_text(text)
-        if not found:
-            check_recompute_order(plan)
-            continue
-        with pytest.raises(PlanError) as caught:
-            check_recompute_order(plan)
-        message, *cells = str(caught.value).splitlines()
-        assert message.startswith(f"{found} comes before {before}, and routers keep a mean")
-        assert f">{found}<" in grid(cells)[0]
+    check_oldest_first(delay_weight_grads(built("aiao", 4, 3, 8), (0, 2)))
+    # B1 recomputes, B0 has been recomputed
+    check_recompute_order(Plan.from_text("0F0 0F1 0R0 0B1 0B0"))
 
 
 def test_the_grid_shows_the_surroundings_of_the_marked_action():

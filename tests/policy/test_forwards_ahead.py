@@ -13,7 +13,7 @@ from tests.plans import built
     [(0, 1), (0.01, 2), (0.5, 2), (1.5, 2), (1.51, 3), (3, 3), (3.25, 4), (7.5, 6)],
 )
 @pytest.mark.parametrize(("schedule", "segments"), [("1f1b", 1), ("aiao", 3)])
-def test_they_are_the_fewest_that_do(schedule: str, segments: int, transfer_s: float, ahead: int):
+def test_they_are_the_fewest_that_do(schedule, segments, transfer_s, ahead):
     # A latency: what a message waits for others on its link is not in it.
     costs = Costs.uniform(4 * segments, p2p_latency_s=transfer_s)
     assert forwards_that_hide(1.0, 2.0, transfer_s) == ahead

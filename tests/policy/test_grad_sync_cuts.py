@@ -5,11 +5,7 @@ A slice is small beside a transfer, but not so small that starting it costs.
 
 import pytest
 
-from megatron.fold3d.policy.grad_sync_cuts import (
-    RING_BUFFER_BYTES,
-    rings_are_buffered,
-    slice_bytes,
-)
+from megatron.fold3d.policy.grad_sync_cuts import RING_BUFFER_BYTES, rings_are_buffered, slice_bytes
 
 MOST = 1 << 20
 S_PER_BYTE = 80e-9  # 100 Mb/s

@@ -10,17 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
-from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.offload_choice import (
-    OffloadTimes,
-    choose_offload,
-    offloaded,
-    waits_s,
-)
+from megatron.fold3d.policy.offload_choice import OffloadTimes, choose_offload, offloaded, waits_s
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.runtime.events import Events
@@ -28,11 +22,12 @@ from megatron.fold3d.runtime.offload import host_memory, offloader
 from megatron.fold3d.runtime.offload.copies import Copies, Watch
 from megatron.fold3d.runtime.offload.offloader import Offloader
 from tests.configs import CONFIG
+from tests.plans import built
 
 CPU = torch.device("cpu")
-PLAN = build("afab", num_ranks=1, num_segments=1, num_microbatches=20)
+PLAN = built("afab", 1, 1, 20)
 PROGRAM = PLAN.programs[0]
-AIAO = build("aiao", num_ranks=4, num_segments=3, num_microbatches=12).programs[1]
+AIAO = built("aiao", 4, 3, 12).programs[1]
 MEASURED = OffloadTimes(
     activation_bytes=100,
     held=3,
@@ -64,9 +59,7 @@ def test_nothing_leaves_where_all_fits():
 
 @pytest.mark.parametrize("sparing", [True, False])
 @pytest.mark.parametrize("program", [PROGRAM, AIAO], ids=["afab", "aiao"])
-def test_copies_that_take_no_longer_than_a_forward_have_one_computation(
-    program: Program, sparing: bool
-):
+def test_copies_that_take_no_longer_than_a_forward_have_one_computation(program, sparing):
     for copy_s in (0.1, 1.0):
         measured = replace(MEASURED, offload_s=copy_s, reload_s=copy_s)
         choice = choose_offload(program, measured, sparing=sparing)
@@ -108,9 +101,7 @@ def test_copies_that_take_longer_than_compute_are_not_begun(caplog: pytest.LogCa
 
 @pytest.mark.parametrize("program", [PROGRAM, AIAO], ids=["afab", "aiao"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_simulator_waits_for_reloads_as_long_as_the_choice_expects(
-    program: Program, depth: int
-):
+def test_the_simulator_waits_for_reloads_as_long_as_the_choice_expects(program, depth):
     # Copies to the host fit behind one computation, so that none waits for the memory they free.
     measured = replace(MEASURED, offload_s=0.75, reload_s=3.5)
     alone = tuple(a for a in program if a.op in COMPUTE_OPS)
@@ -206,12 +197,7 @@ def iterate(
     ids=["fast", "slow, and memory for most", "slow, and no memory"],
 )
 def test_a_run_measures_chooses_and_is_as_fast_as_was_predicted(
-    monkeypatch: pytest.MonkeyPatch,
-    copy_s: float,
-    spare: int,
-    sparing: bool,
-    depth: int,
-    late: int,
+    monkeypatch: pytest.MonkeyPatch, copy_s: float, spare: int, sparing: bool, depth: int, late: int
 ):
     monkeypatch.setattr(offloader, "free_device_bytes", lambda _: spare * 512 * 10 // 9 + spare)
     device = VirtualDevice(monkeypatch, copy_s)
@@ -230,9 +216,7 @@ def test_a_run_measures_chooses_and_is_as_fast_as_was_predicted(
     assert offloads.pool.num_growths == 1
 
 
-def test_auto_keeps_on_the_device_what_the_host_has_no_room_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_auto_keeps_on_the_device_what_the_host_has_no_room_for(monkeypatch, caplog):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 4 * 7 * 1000 * 10 // 9 + 1)
     config = replace(CONFIG, offload_activations="auto", saved_bytes=1000)
     assert Offloader(config, num_local=4).choice(PROGRAM) == OffloadChoice(7)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.passes.recompute import recompute_early, recomputed
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.recompute_choice import StageBytes, fewest_counts
+from tests.plans import built
 
 Live = Sequence[Mapping[int, int]]
 """Micro-batches that are held, by stage, at each moment."""
@@ -77,7 +77,7 @@ def test_a_layer_is_held_until_what_reads_it_has_run(text: str, most: float):
 
 
 def test_aiao_keeps_the_layers_of_its_last_segment_first():
-    plan = build("aiao", num_ranks=2, num_segments=2, num_microbatches=8)
+    plan = built("aiao", 2, 2, 8)
     program, layers = plan.programs[1], {1: 4, 3: 4}
     # 60, an input for each layer of the nine micro-batches (36), and 36 more for four layers: the
     # last segment is 1F1B.
@@ -107,9 +107,7 @@ def every_choice(layers: Mapping[int, int]) -> Sequence[dict[int, int]]:
     layers=st.fixed_dictionaries({stage: st.integers(1, 4) for stage in range(3)}),
     limit=st.integers(60, 900),
 )
-def test_no_other_choice_that_fits_keeps_more(
-    live: list[dict[int, int]], layers: dict[int, int], limit: int
-):
+def test_no_other_choice_that_fits_keeps_more(live, layers, limit):
     feasible = [
         choice for choice in every_choice(layers) if predicted_peak(live, layers, choice) <= limit
     ]
@@ -149,11 +147,9 @@ def played_peak(program: Program, stages: Mapping[int, StageBytes], kept: Mappin
     layers=st.integers(0, 3),
     limit=st.integers(20, 400),
 )
-def test_a_measured_choice_is_the_best_and_its_peak_is_exact(
-    schedule: str, early: set[int], layers: int, limit: int
-):
+def test_a_measured_choice_is_the_best_and_its_peak_is_exact(schedule, early, layers, limit):
     segments = 1 if schedule == "1f1b" else 2
-    plan = build(schedule, num_ranks=2, num_segments=segments, num_microbatches=4)
+    plan = built(schedule, 2, segments, 4)
     for rank, program in enumerate(recompute_early(plan, early).programs):
         stages = {
             stage: StageBytes(layers=layers, recomputed=3.0 + stage, kept=10.0)

@@ -1,5 +1,4 @@
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -73,9 +72,7 @@ def test_a_preset_is_a_model_for_the_search_too():
         (JOB, {"SLURM_NTASKS": "8"}, "CLUSTER=testbedx4 has 4 GPUs, and the job 8 tasks"),
     ],
 )
-def test_what_has_no_arms_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, flags, environment, message
-):
+def test_what_has_no_arms_says_why(tmp_path, monkeypatch, capsys, flags, environment, message):
     for name, value in ({"CLUSTER": "testbedx4", "SLURM_NTASKS": "4"} | environment).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):

@@ -48,9 +48,7 @@ Nine.
     ]
 
 
-def test_each_limit_is_named_with_what_was_found(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_each_limit_is_named_with_what_was_found(write, tmp_path, monkeypatch):
     write("README.md", "Word. " * 1301)
     write("docs/slurm.md", "Long " + "word " * 35)
     monkeypatch.setattr(check_prose, "ALL_WORDS", 1300)
@@ -64,9 +62,7 @@ def test_each_limit_is_named_with_what_was_found(
     assert unused == "EXCEPTIONS names no long sentence: 'Short'; drop it"
 
 
-def test_a_sentence_may_be_an_exception_but_not_more_than_ten(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_sentence_may_be_an_exception_but_not_more_than_ten(write, tmp_path, monkeypatch):
     write("docs/slurm.md", "Long " + "word " * 35)
     monkeypatch.setattr(check_prose, "EXCEPTIONS", ("Long word",))
     assert list(problems(tmp_path)) == []

@@ -270,9 +270,7 @@ def test_two_runs_do_not_write_one_dataset(corpus: Path, prefix: Path, capsys):
         (None, [], "in.jsonl is no file, directory or glob"),
     ],
 )
-def test_mistake_is_one_line_and_exit_code_2(
-    content, flags, message, tmp_path: Path, prefix: Path, capsys
-):
+def test_mistake_is_one_line_and_exit_code_2(content, flags, message, tmp_path, prefix, capsys):
     source = tmp_path / ("in.txt" if isinstance(content, bytes) else "in.jsonl")
     if content is not None:
         source.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from argparse import ArgumentParser
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -320,9 +319,7 @@ def test_every_stress_check_is_run_with_options_that_it_has(machine: Machine):
             assert not option.startswith("--") or f'"{option}"' in source
 
 
-def test_what_the_gpu_script_would_train_is_valid(
-    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_what_the_gpu_script_would_train_is_valid(parser, monkeypatch, tmp_path):
     environment = {**os.environ, "GPUS": "8", "IMPLEMENTATIONS": "local transformer_engine"}
     command = [ROOT / "scripts/gpu.sh", "--dry-run", tmp_path / "out", "python"]
     done = subprocess.run(

@@ -120,9 +120,7 @@ def test_tasks_write_to_folders_of_their_own(parser: ArgumentParser, checkout: P
         ("cpu.sbatch", ["--context-parallel-size=2"], "1"),
     ],
 )
-def test_a_run_has_the_hardware_queues_that_its_flags_need(
-    checkout: Path, script: str, flags: list[str], queues: str
-):
+def test_a_run_has_the_hardware_queues_that_its_flags_need(checkout, script, flags, queues):
     shown = 'echo "$CUDA_DEVICE_MAX_CONNECTIONS queues"'
     words = _asked_for(checkout, script, flags, srun_then=shown)
     assert words[-1] == f"{queues} queues"
@@ -149,9 +147,7 @@ MODELS = ("gpt3-14b", "gpt3-18b", "gpt3-39b", "gpt3-81b", "t-nlg", "cpm")
         ("a100.sbatch", ["gpt3-18b"], "no pretrain_gpt.py in {}; run sbatch in the checkout"),
     ],
 )
-def test_a_job_that_cannot_run_is_refused_in_a_line(
-    checkout: Path, script: str, words: list[str], message: str
-):
+def test_a_job_that_cannot_run_is_refused_in_a_line(checkout, script, words, message):
     if "{}" in message:
         (checkout / "pretrain_gpt.py").unlink()
     with pytest.raises(subprocess.CalledProcessError) as caught:
@@ -356,9 +352,7 @@ def test_a_users_own_job_trains_in_four_arms_and_goes_on_where_it_was_stopped(
 @pytest.mark.stress
 @pytest.mark.processes
 @pytest.mark.timeout(900)  # 60 s of an idle machine with two cores
-def test_an_ablation_is_collected_from_a_cluster(
-    slurm: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_ablation_is_collected_from_a_cluster(slurm, checkout, monkeypatch):
     monkeypatch.chdir(checkout)
     folder = Path("out/ablation")
     told = emit("ablation", ablation, folder)

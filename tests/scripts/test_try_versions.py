@@ -21,9 +21,7 @@ ROOT = Path(__file__).parents[2]
         ("megatron-core", ">=0.dev0", ">=0.dev0", ">=0.dev0"),  # the newest
     ],
 )
-def test_a_copy_is_pinned_to_a_version(
-    tmp_path: Path, package: str, version: str, pin: str, allowed: str
-):
+def test_a_copy_is_pinned_to_a_version(tmp_path, package, version, pin, allowed):
     for name in ("pyproject.toml", try_versions.VERSIONS):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

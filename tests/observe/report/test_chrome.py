@@ -6,13 +6,12 @@ from dataclasses import replace
 from megatron.fold3d.observe.report.chrome import to_chrome
 from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import planned
+from tests.plans import built, planned
 
-PLAN = add_grad_sync(build("aiao", num_ranks=2, num_segments=2, num_microbatches=3))
+PLAN = add_grad_sync(built("aiao", 2, 2, 3))
 TIMELINE = simulate(PLAN, Costs.uniform(4, p2p_s=0.5, grad_sync_s=4.0))
 EVENTS = json.loads(to_chrome({"measured": TIMELINE, "simulated": TIMELINE}))["traceEvents"]
 
@@ -35,7 +34,7 @@ def test_every_span_becomes_a_slice_in_microseconds():
 def test_each_rank_of_each_run_is_a_process_with_a_name():
     names = [e["args"]["name"] for e in phase("M") if e["name"] == "process_name"]
     assert names == [
-        *("measured: rank 0", "measured: rank 1", "simulated: rank 0", "simulated: rank 1"),
+        *("measured: rank 0", "measured: rank 1", "simulated: rank 0", "simulated: rank 1")
     ]
 
 

@@ -9,16 +9,15 @@ from megatron.fold3d.observe.breakdown import Breakdown, View, exposure_of_ranks
 from megatron.fold3d.observe.report.page import page
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.browser import CHROMIUM, MISSING, look
-from tests.plans import planned
+from tests.plans import built, planned
 
 
 def timeline(ranks: int = 4, segments: int = 2, microbatches: int = 8, slower: float = 1.0):
-    order = build("aiao", num_ranks=ranks, num_segments=segments, num_microbatches=microbatches)
+    order = built("aiao", ranks, segments, microbatches)
     costs = Costs.uniform(
         ranks * segments,
         forward_s=0.006 * slower,
@@ -262,7 +261,7 @@ return out;
 
 
 def waiting(slower: float) -> Timeline:
-    order = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
+    order = built("interleaved", 2, 2, 4)
     times = {"forward_s": 0.01 * slower, "backward_s": 0.02 * slower, "p2p_latency_s": 0.016}
     costs = Costs.uniform(4, grad_sync_s=0.02, **times)
     link = Link(sends_waited_for=sends_stock_waits_for(2))

@@ -37,10 +37,7 @@ def test_carrying_twice_or_nothing_changes_nothing():
     twice = carry_grad_sync(LOWERED, range(4))
     assert carry_grad_sync(twice, range(4)) == twice
     assert carry_grad_sync(LOWERED, range(0)) == LOWERED
-
-
-def test_evaluation_steps_nothing():
-    forwards = planned(forward_only(LOWERED))
+    forwards = planned(forward_only(LOWERED))  # evaluation steps nothing
     assert carry_grad_sync(forwards, range(4)) == forwards
 
 

@@ -1,13 +1,11 @@
 """The rows of actions that the passes' docstrings draw are what the passes do."""
 
 import re
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
 from megatron.fold3d.plan.compile import forward_only
-from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes import (
     carried_grad_sync,
     early_grad_sync,
@@ -101,9 +99,7 @@ def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
         (grad_sync, 2, AIAO, grad_sync.aligned_grad_sync),
     ],
 )
-def test_a_pass_does_what_its_drawing_shows(
-    module: ModuleType, number: int, before: Plan, change: Callable[[Plan], Plan]
-):
+def test_a_pass_does_what_its_drawing_shows(module, number, before, change):
     drawn_before, drawn_after = drawings(module)[number]
     for drawn, plan in ((drawn_before, before), (drawn_after, change(before))):
         assert drawn

@@ -59,14 +59,6 @@ def test_plans_with_early_slices_are_valid_and_differ_in_nothing_else(
     assert plan.select(kept & COMPUTE_OPS) == late.select(kept & COMPUTE_OPS)
 
 
-def test_weight_gradients_follow_the_backwards_of_their_segment():
-    order = built("aiao", 1, 2, 2)
-    assert verified(planned(order, "wgrad=behind", reduces_early=True)).to_text() == (
-        "0F0 0F1 1F0 1B0 1F1 1B1 1W:500 1ALL_REDUCE:500 1W:1000 1ALL_REDUCE 0B0 0B1 "
-        "0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 1STEP 0STEP\n"
-    )
-
-
 def test_what_is_computed_behind_all_backwards_reduces_to_shards_in_slices():
     order = built("aiao", 1, 4, 2)
     parts = "wgrad=behind@0:wgrad=last@1,2"

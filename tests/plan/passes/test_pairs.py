@@ -45,7 +45,7 @@ def test_a_result_is_sent_when_the_next_one_of_a_chain_has_begun():
 
 @pytest.mark.parametrize("schedule", ["aiao", "afab", "1f1b"])
 @pytest.mark.parametrize("p", [2, 3, 4])
-def test_a_receive_in_a_chain_is_posted_behind_what_it_depends_on(schedule: str, p: int):
+def test_a_receive_in_a_chain_is_posted_behind_what_it_depends_on(schedule, p):
     # The computation before it goes on in the other thread, and may wait for the whole device.
     for segments, microbatches in product((1,) if schedule == "1f1b" else (1, 2), (2, 4, 8)):
         plan = planned(order(schedule, microbatches, p=p, ns=segments), "pairs=on")

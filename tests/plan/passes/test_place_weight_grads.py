@@ -29,10 +29,7 @@ def times(plan: Plan, f: float = 1, b: float = 1, w: float = 1, transfer_s: floa
 def seconds(plan: Plan, known: StageTimes) -> float:
     whole = tuple(b + w for b, w in zip(known.backward_s, known.weight_s, strict=True))
     costs = Costs(
-        forward_s=known.forward_s,
-        backward_s=whole,
-        weight_s=known.weight_s,
-        p2p_s=known.transfer_s,
+        forward_s=known.forward_s, backward_s=whole, weight_s=known.weight_s, p2p_s=known.transfer_s
     )
     return simulate(plan, costs).period_s
 

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from megatron.fold3d.plan.ir import Op, Plan, PlanError, Program
-from megatron.fold3d.plan.memory import peak_resident
 from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS
 from megatron.fold3d.plan.verify import verify
 from tests.plans import built, planned, verified, whole_at_once
@@ -30,27 +29,6 @@ def test_delayed_weight_gradients_are_reduced_before_they_are_freed():
     plan = planned(aiao(2, 4), "wgrad=last@2", **BOTH)
     verify(plan)
     assert whole_at_once(plan, gradients=1.0) == (3, 3)
-
-
-@pytest.mark.parametrize(
-    ("made_with", "bytes_per_parameter"),
-    [
-        ({}, 6),
-        # Two of eight stages whole, shards of the others: 2 / 8 * 2 + 6 / 8 * 2 / 8.
-        ({"shards": "weights"}, 4 + 0.6875),
-        # Gradients of two stages as well, with shards of five: 2 / 8 * 4 + 5 / 8 * 4 / 8.
-        (BOTH, 0.6875 + 1.3125),
-        # All gradients of the iteration before, and one stage's parameters, for its step.
-        ({"parts": "step=next"} | BOTH, 4 + (1 / 8 + 7 / 8 / 8) * 2),
-    ],
-)
-def test_bytes_per_parameter_of_eight_segments_and_eight_replicas(
-    made_with: dict[str, Any], bytes_per_parameter: float
-):
-    (program,) = planned(aiao(1, 8), **made_with).programs
-    parameters, gradients = dict.fromkeys(range(8), 2 / 8), dict.fromkeys(range(8), 4 / 8)
-    found = peak_resident(program, parameters, gradients, replicas=8)
-    assert found == pytest.approx(bytes_per_parameter)
 
 
 def _moved(program: Program, index: int, to: int) -> Plan:

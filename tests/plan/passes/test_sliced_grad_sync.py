@@ -57,9 +57,7 @@ def test_slices_replace_dp_sync_and_leave_the_rest_alone(both: tuple[Plan, Plan]
 
 @pytest.mark.slow
 @given(plans())
-def test_the_slices_of_a_stage_follow_its_gradients_and_precede_their_step(
-    both: tuple[Plan, Plan],
-):
+def test_the_slices_of_a_stage_follow_its_gradients_and_precede_their_step(both):
     _, plan = both
     for program in plan.programs:
         split = split_stages(program)

@@ -4,20 +4,20 @@ import pytest
 
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.plan.passes.grad_sync import serial_grad_sync
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import cluster
-from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup, held_parameters
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import built
 from tests.predict.paper.published import A100, SETUP_39B
+from tests.predict.setups import estimated
 
 
 def test_live_tensors_are_most_of_the_memory_that_the_paper_measured():
     # Table II: GPT-3 39B, (dp, pp, tp) = (4, 4, 8), 256 sequences, 29.8 GB.
-    found = estimate(model_shape("gpt3-39b"), A100, SETUP_39B, num_ranks=4, num_segments=2)
-    plan = build("interleaved", num_ranks=4, num_segments=2, num_microbatches=16)
+    found = estimated("gpt3-39b", A100, SETUP_39B, 4, 2)
+    plan = built("interleaved", 4, 2, 16)
     link = Link(nic_of_rank=found.nic_of_rank)
     timeline = simulate(serial_grad_sync(plan), found.costs, link)
     peak = max(rank.device_peak for rank in memory(timeline, found.footprint))
@@ -26,7 +26,7 @@ def test_live_tensors_are_most_of_the_memory_that_the_paper_measured():
 
 
 def test_a_backward_recomputes_its_layers_but_not_the_head():
-    found = estimate(model_shape("gpt3-39b"), A100, SETUP_39B, num_ranks=4, num_segments=2).costs
+    found = estimated("gpt3-39b", A100, SETUP_39B, 4, 2).costs
     overhead_s = A100.task_overhead_s
     for forward_s, backward_s, recompute_s in zip(
         found.forward_s, found.backward_s, found.recompute_s, strict=True
@@ -39,7 +39,7 @@ def test_a_backward_recomputes_its_layers_but_not_the_head():
 def test_a_backward_that_recomputes_attention_scores_repeats_these_alone():
     shape = model_shape("gpt3-39b")
     scores, none = (
-        estimate(shape, A100, replace(SETUP_39B, recompute=r), num_ranks=4, num_segments=2).costs
+        estimated(shape, A100, replace(SETUP_39B, recompute=r), 4, 2).costs
         for r in ("selective", "none")
     )
     assert scores.recompute_s == ()
@@ -51,8 +51,8 @@ def test_a_backward_that_recomputes_attention_scores_repeats_these_alone():
 
 def test_weight_gradients_take_a_forward_without_its_attention_scores():
     shape, plain = model_shape("gpt3-39b"), replace(SETUP_39B, recompute="none")
-    found = estimate(shape, A100, plain, num_ranks=4, num_segments=2).costs
-    full = estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2).costs
+    found = estimated(shape, A100, plain, 4, 2).costs
+    full = estimated(shape, A100, SETUP_39B, 4, 2).costs
     assert full.weight_s == found.weight_s
     assert full.split_s == A100.task_overhead_s
     h, s, layers = 8192, 1024, 6
@@ -61,10 +61,9 @@ def test_weight_gradients_take_a_forward_without_its_attention_scores():
 
 
 def test_one_replica_carries_what_its_node_sends():
-    shape = model_shape("gpt3-18b")
     small = replace(SETUP_39B, tensor_parallel=4, data_parallel=16)
-    four = estimate(shape, A100, small, num_ranks=2, num_segments=1)
-    eight = estimate(shape, A100, replace(SETUP_39B, data_parallel=8), num_ranks=2, num_segments=1)
+    four = estimated("gpt3-18b", A100, small, 2)
+    eight = estimated("gpt3-18b", A100, replace(SETUP_39B, data_parallel=8), 2)
     assert four.costs.p2p_s == pytest.approx(2 * eight.costs.p2p_s)  # two replicas per node
     assert not eight.costs.grad_sync_local
 
@@ -72,7 +71,7 @@ def test_one_replica_carries_what_its_node_sends():
 def test_a_group_inside_a_node_leaves_the_nic_alone():
     node = cluster("a100x8")
     setup = Setup(tensor_parallel=2, data_parallel=2)
-    found = estimate(model_shape("24-2048-16"), node, setup, num_ranks=2, num_segments=1)
+    found = estimated("24-2048-16", node, setup, 2)
     assert found.nic_of_rank == (0, 0)
     assert found.costs.grad_sync_local
     # 4-byte gradients of half the model, all-reduced by two GPUs: their size once over NVLink
@@ -83,11 +82,9 @@ def test_a_group_inside_a_node_leaves_the_nic_alone():
 
 @pytest.mark.parametrize(("tensor", "factor"), [(8, 1), (4, 4), (1, 4)])
 def test_rings_with_several_gpus_of_a_node_go_through_one_of_its_nics(tensor, factor):
-    shape = model_shape("gpt3-18b")
     setup = Setup(tensor_parallel=tensor, data_parallel=32 // tensor)
     together, apart = (
-        estimate(shape, cluster(f"a100x32-{rate}g"), setup, num_ranks=1, num_segments=1).costs
-        for rate in ("800", "4x200")
+        estimated("gpt3-18b", cluster(f"a100x32-{rate}g"), setup).costs for rate in ("800", "4x200")
     )
     assert apart.grad_sync_s[0] == pytest.approx(factor * together.grad_sync_s[0])
     assert apart.p2p_s == together.p2p_s
@@ -97,8 +94,7 @@ def test_trees_between_two_nodes_send_an_all_reduce_once():
     shape, setup = model_shape("gpt3-18b"), Setup(tensor_parallel=16)
     ring = replace(setup, sequence_parallel=True)
     tree_s, ring_s = (
-        estimate(shape, cluster("a100x16"), each, num_ranks=1, num_segments=1).costs.tp_sync_s[0]
-        for each in (setup, ring)
+        estimated(shape, "a100x16", each).costs.tp_sync_s[0] for each in (setup, ring)
     )
     assert tree_s == pytest.approx(ring_s * 16 / 15 / 2)
 
@@ -106,7 +102,7 @@ def test_trees_between_two_nodes_send_an_all_reduce_once():
 def test_gradients_of_16_bits_take_half_the_memory_and_half_the_time():
     shape, large = model_shape("gpt3-18b"), replace(SETUP_39B, distributed_optimizer=True)
     of_32, of_16 = (
-        estimate(shape, A100, setup, num_ranks=4, num_segments=2)
+        estimated(shape, A100, setup, 4, 2)
         for setup in (large, replace(large, small_gradients=True))
     )
     assert of_16.gradient_bytes == tuple(size / 2 for size in of_32.gradient_bytes)
@@ -123,18 +119,11 @@ def test_gradients_of_16_bits_take_half_the_memory_and_half_the_time():
 
 
 def test_sums_of_32_bits_take_memory_and_no_bytes_but_where_replicas_share_a_node():
-    shape = model_shape("gpt3-18b")
     rounded = replace(SETUP_39B, distributed_optimizer=True, small_gradients=True)
     exact = replace(rounded, accumulates_in_fp32=True, scatters_in_fp32=True)
     for tp, dp, times in ((8, 4, 1), (4, 8, 2 * (8 - 2) / (8 - 1))):
         less, more = (
-            estimate(
-                shape,
-                A100,
-                replace(setup, tensor_parallel=tp, data_parallel=dp),
-                num_ranks=4,
-                num_segments=1,
-            )
+            estimated("gpt3-18b", A100, replace(setup, tensor_parallel=tp, data_parallel=dp), 4)
             for setup in (rounded, exact)
         )
         assert more.gradient_bytes == less.gradient_bytes
@@ -151,17 +140,14 @@ def test_dp_sync_of_39b_is_the_papers_once_its_gradients_have_16_bits():
     # Table II: 1.9768 s, by a Megatron that sums fp16 gradients as they are. Nothing is fitted:
     # 200 Gb/s, of which NICs achieve the default. Sums of 32 bits would take 3.66 s.
     setup = replace(SETUP_39B, small_gradients=True)
-    found = estimate(
-        model_shape("gpt3-39b"), cluster("a100x128-200g"), setup, num_ranks=4, num_segments=1
-    )
+    found = estimated("gpt3-39b", "a100x128-200g", setup, 4)
     assert max(found.costs.grad_sync_s) == pytest.approx(1.9768, rel=0.1)
 
 
 def test_the_distributed_optimizer_moves_fewer_bytes():
-    shape = model_shape("gpt3-18b")
-    plain = estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2).costs
+    plain = estimated("gpt3-18b", A100, SETUP_39B, 4, 2).costs
     sharded = replace(SETUP_39B, distributed_optimizer=True)
-    spread = estimate(shape, A100, sharded, num_ranks=4, num_segments=2).costs
+    spread = estimated("gpt3-18b", A100, sharded, 4, 2).costs
     assert spread.grad_sync_s[0] == pytest.approx(plain.grad_sync_s[0] / 2)
     assert spread.param_gather_s[0] == pytest.approx(plain.grad_sync_s[0] / 4)  # of 16 bits
     assert plain.param_gather_s[0] == 0
@@ -171,7 +157,7 @@ def test_optimizer_instances_gather_among_neighbours_and_sum_shards_over_instanc
     shape, nodes = model_shape("12-1024-16-512"), cluster("a100x16-100g")
     one = Setup(data_parallel=16, distributed_optimizer=True)
     two = replace(one, optimizer_instances=2)
-    whole, halves = (estimate(shape, nodes, s, num_ranks=1, num_segments=1) for s in (one, two))
+    whole, halves = (estimated(shape, nodes, s) for s in (one, two))
     size, near = halves.gradient_bytes[0], nodes.intra_bytes_per_s
     # Eight GPUs of a node share its NICs: each sends its shard, an eighth, to the other node.
     far = nodes.goodput_bytes_per_s / 8
@@ -181,25 +167,24 @@ def test_optimizer_instances_gather_among_neighbours_and_sum_shards_over_instanc
     more = halves.footprint.static_bytes[0] - whole.footprint.static_bytes[0]
     assert more == pytest.approx(12 * size / 4 / 16)  # Adam's 12 bytes of another 16th
     with pytest.raises(ValueError, match="16 replicas are not divisible by optimizer_instances=3"):
-        estimate(shape, nodes, replace(one, optimizer_instances=3), num_ranks=1, num_segments=1)
+        estimated(shape, nodes, replace(one, optimizer_instances=3))
 
 
 def test_layers_may_be_spread_unevenly():
     shape, layers = model_shape("gpt3-18b"), (6, *(5,) * 6, 4)
-    even = estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2).costs.forward_s
-    found = estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2, layers=layers)
+    even = estimated(shape, A100, SETUP_39B, 4, 2).costs.forward_s
+    found = estimated(shape, A100, SETUP_39B, 4, 2, layers=layers)
     layer_s = (found.costs.forward_s[0] - even[0], even[7] - found.costs.forward_s[7])
     assert layer_s[0] == pytest.approx(layer_s[1])
     assert found.costs.forward_s[1:7] == even[1:7]
     with pytest.raises(ValueError, match="found 41 layers in 8 stages; the model has 40"):
-        estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2, layers=(7, *layers[1:]))
+        estimated(shape, A100, SETUP_39B, 4, 2, layers=(7, *layers[1:]))
 
 
 def test_tied_word_embeddings_are_reduced_in_the_iteration_and_untied_ones_are_not():
     shape = model_shape("gpt3-18b")
     tied, untied = (
-        estimate(s, A100, SETUP_39B, num_ranks=4, num_segments=2).costs
-        for s in (shape, replace(shape, untied=True))
+        estimated(s, A100, SETUP_39B, 4, 2).costs for s in (shape, replace(shape, untied=True))
     )
     assert untied.reduced_in_iteration_s == (0.0,) * 8
     assert tied.reduced_in_iteration_s[1:7] == (0.0,) * 6
@@ -209,25 +194,19 @@ def test_tied_word_embeddings_are_reduced_in_the_iteration_and_untied_ones_are_n
 
 def test_an_iterations_overhead_is_spread_over_a_ranks_stages():
     slow = replace(A100, iteration_overhead_s=0.5)
-    steps = estimate(model_shape("gpt3-18b"), slow, SETUP_39B, num_ranks=4, num_segments=2).costs
+    steps = estimated("gpt3-18b", slow, SETUP_39B, 4, 2).costs
     for rank in range(4):
         assert sum(steps.optimizer_s[rank::4]) == pytest.approx(0.5)
 
 
 def test_gpus_must_be_those_of_the_cluster():
     with pytest.raises(ValueError, match=r"x 2 pipeline ranks are 64 GPUs; a100x128-200g has 128"):
-        estimate(model_shape("gpt3-18b"), A100, SETUP_39B, num_ranks=2, num_segments=2)
+        estimated("gpt3-18b", A100, SETUP_39B, 2, 2)
 
 
 def test_grad_sync_inside_the_node_does_not_wait_for_messages():
-    found = estimate(
-        model_shape("24-2048-16"),
-        cluster("a100x8"),
-        Setup(data_parallel=4),
-        num_ranks=2,
-        num_segments=1,
-    )
-    plan = serial_grad_sync(build("1f1b", num_ranks=2, num_segments=1, num_microbatches=2))
+    found = estimated("24-2048-16", "a100x8", Setup(data_parallel=4), 2)
+    plan = serial_grad_sync(built("1f1b", 2, 1, 2))
     slow = replace(found.costs, p2p_s=1.0)
     apart = simulate(plan, slow)
     last = [span for span in apart.ranks[1] if span.lane == "grad_sync"]
@@ -238,9 +217,7 @@ def test_ranks_that_share_experts_send_tokens_twice_and_hold_few_experts():
     shape, gpus = model_shape("mixtral-8x7b"), cluster("h100x16")
     alone = Setup(data_parallel=8)
     shared = replace(alone, expert_parallel=8)
-    without, found = (
-        estimate(shape, gpus, setup, num_ranks=2, num_segments=1) for setup in (alone, shared)
-    )
+    without, found = (estimated(shape, gpus, setup, 2) for setup in (alone, shared))
     h, tokens, layers = 4096, 8192, 16
     of_layer_s = 2 * (tokens * 2 * h * 2) * 7 / 8 / gpus.intra_bytes_per_s  # each goes to two
     for name in ("forward_s", "backward_s"):
@@ -257,9 +234,9 @@ def test_ranks_that_share_experts_send_tokens_twice_and_hold_few_experts():
 def test_all_gpus_of_a_node_share_its_nics_for_tokens_of_experts_elsewhere():
     shape, gpus = model_shape("mixtral-8x7b"), cluster("a100x16")
     setup = Setup(data_parallel=16, expert_parallel=8)
-    inside = estimate(shape, gpus, setup, num_ranks=1, num_segments=1).costs
+    inside = estimated(shape, gpus, setup).costs
     wide = replace(shape, num_experts=16)
-    across = estimate(wide, gpus, replace(setup, expert_parallel=16), num_ranks=1, num_segments=1)
+    across = estimated(wide, gpus, replace(setup, expert_parallel=16))
     sent = 32 * 2 * (8192 * 2 * 4096 * 2)  # with what stays at home; all layers, there and back
     assert inside.ep_sync_s[0] == pytest.approx(sent * 7 / 8 / gpus.intra_bytes_per_s)
     elsewhere_s = sent / 2 * 8 / gpus.goodput_bytes_per_s
@@ -271,8 +248,7 @@ def test_a_backward_that_recomputes_sends_tokens_again():
     shape, gpus = model_shape("mixtral-8x7b"), cluster("h100x16")
     setup = Setup(data_parallel=8, expert_parallel=8)
     kept, again = (
-        estimate(shape, gpus, replace(setup, recompute=how), num_ranks=2, num_segments=1).costs
-        for how in ("none", "full")
+        estimated(shape, gpus, replace(setup, recompute=how), 2).costs for how in ("none", "full")
     )
     assert again.backward_s[0] == pytest.approx(kept.backward_s[0] + again.recompute_s[0])
     assert again.recompute_s[0] > again.ep_sync_s[0] == kept.ep_sync_s[0] > 0
@@ -280,10 +256,8 @@ def test_a_backward_that_recomputes_sends_tokens_again():
 
 def test_ranks_that_share_a_sequence_compute_a_part_and_pass_keys_and_values_on():
     shape, gpus = model_shape("llama3-8b"), replace(cluster("h100x8"), memory_bytes_per_s=0.0)
-    found = estimate(
-        shape, gpus, Setup(data_parallel=2, context_parallel=2), num_ranks=2, num_segments=1
-    )
-    whole = estimate(shape, gpus, Setup(data_parallel=4), num_ranks=2, num_segments=1)
+    found = estimated(shape, gpus, Setup(data_parallel=2, context_parallel=2), 2)
+    whole = estimated(shape, gpus, Setup(data_parallel=4), 2)
     ring_s = 16 * (2 * 8 * 128) * 4096 * 2 / gpus.intra_bytes_per_s
     assert found.costs.forward_s[0] == pytest.approx(whole.costs.forward_s[0] / 2 + ring_s)
     assert found.costs.backward_s[0] == pytest.approx(whole.costs.backward_s[0] / 2 + 2 * ring_s)
@@ -304,15 +278,14 @@ def test_ranks_that_share_a_sequence_compute_a_part_and_pass_keys_and_values_on(
 def test_what_is_shared_divides(sizes, message):
     setup = Setup(data_parallel=4, **sizes)
     with pytest.raises(ValueError, match=message):
-        estimate(model_shape("mixtral-8x7b"), A100, setup, num_ranks=1, num_segments=1)
+        estimated("mixtral-8x7b", A100, setup)
 
 
 def test_pipeline_ranks_next_to_each_other_take_pp_sync_off_the_nic_and_dp_sync_onto_it():
     nodes = cluster("a100x16-200g")
-    shape = model_shape("24-2048-16")
     setup = Setup(tensor_parallel=2, data_parallel=4)
-    default = estimate(shape, nodes, setup, num_ranks=2, num_segments=1)
-    found = estimate(shape, nodes, replace(setup, order="tp-pp-dp"), num_ranks=2, num_segments=1)
+    default = estimated("24-2048-16", nodes, setup, 2)
+    found = estimated("24-2048-16", nodes, replace(setup, order="tp-pp-dp"), 2)
     assert (default.nic_of_rank, found.nic_of_rank) == ((0, 1), (0, 0))
     assert default.costs.grad_sync_local
     assert not found.costs.grad_sync_local
@@ -326,9 +299,8 @@ def test_pipeline_ranks_next_to_each_other_take_pp_sync_off_the_nic_and_dp_sync_
 
 def test_in_a_pipeline_over_several_nodes_a_boundary_carries_one_tensor_parallel_group():
     nodes = cluster("a100x32-200g")
-    shape = model_shape("24-2048-16")
     setup = Setup(tensor_parallel=2, data_parallel=2, order="tp-pp-dp")
-    found = estimate(shape, nodes, setup, num_ranks=8, num_segments=1)
+    found = estimated("24-2048-16", nodes, setup, 8)
     assert found.nic_of_rank == (0, 0, 0, 0, 1, 1, 1, 1)
-    default = estimate(shape, nodes, replace(setup, order="tp-dp-pp"), num_ranks=8, num_segments=1)
+    default = estimated("24-2048-16", nodes, replace(setup, order="tp-dp-pp"), 8)
     assert default.costs.p2p_s == pytest.approx(2 * found.costs.p2p_s)

@@ -7,30 +7,30 @@ import pytest
 
 from megatron.fold3d.predict.cost_model.cluster import NODES, cluster
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape, model_shape
-from tests.predict.paper import formulas
+from megatron.fold3d.predict.cost_model.training_flops import training_flops
 
 DATA = Path(__file__).parents[2] / "data"
+MEGATRON = json.loads((DATA / "megatron_tables.json").read_text())["vectors"]
 TABLE_I = json.loads((DATA / "fold3d_tables.json").read_text())["table_I"]
 
 
-@pytest.mark.parametrize(
-    "vector",
-    json.loads((DATA / "megatron_tables.json").read_text())["vectors"]["params"],
-    ids=lambda v: str(v["h"]),
-)
+def gpt(vector):
+    """A model of a vector's sizes."""
+    sizes = {"num_layers": vector["l"], "hidden_size": vector["h"]}
+    return ModelShape(name="gpt", num_attention_heads=vector["h"] // 128, **sizes)
+
+
+@pytest.mark.parametrize("vector", MEGATRON["params"], ids=lambda v: str(v["h"]))
 def test_a_gpt_has_the_parameters_of_megatrons_formula(vector):
-    heads = vector["h"] // 128
-    shape = ModelShape(
-        name="gpt", num_layers=vector["l"], hidden_size=vector["h"], num_attention_heads=heads
-    )
     final_norm = 2 * vector["h"]  # which the formula leaves out
-    assert shape.num_parameters - final_norm == pytest.approx(vector["expect"], rel=1e-6)
+    assert gpt(vector).num_parameters - final_norm == pytest.approx(vector["expect"], rel=1e-6)
 
 
-def test_a_gpt_has_the_flops_of_megatrons_formula():
-    shape = model_shape("gpt3-175b")
-    formula = formulas.flops_per_iteration(8, 96, 12288, 51200, 2048, recompute=False)
-    assert 3 * 8 * sum(shape.stage_flops(1)) == pytest.approx(formula, rel=1e-12)
+@pytest.mark.parametrize("vector", MEGATRON["flops"], ids=lambda v: str(v["h"]))
+def test_full_recomputation_computes_what_megatrons_paper_counts(vector):
+    # 96 B s l h^2 (1 + s/6h + V/16lh), Narayanan et al., Sec. 5.1; its logits are not repeated.
+    found = vector["B"] * training_flops(gpt(vector), "full").hardware
+    assert found == pytest.approx(vector["expect"], rel=1e-6)
 
 
 @pytest.mark.parametrize("row", TABLE_I[:7], ids=lambda r: r["model"])
@@ -51,14 +51,22 @@ def test_stages_add_up_to_the_model():
     assert shape.stage_flops(8)[4] > shape.stage_flops(8)[3]  # cross-attention begins
 
 
-def test_shapes_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="unknown model 'gpt5'; choose from bert"):
-        model_shape("gpt5")
-    with pytest.raises(ValueError, match=r"40 is not divisible by 3 stages.* fits is 2"):
-        model_shape("gpt3-18b").stage_layers(3)
-    with pytest.raises(ValueError, match="hidden_size=100 is not divisible"):
-        model_shape("2-100-3")
-    assert model_shape("24-2048-16-512").seq_length == 512
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: model_shape("gpt5"), "unknown model 'gpt5'; choose from bert"),
+        (lambda: model_shape("gpt3-18b").stage_layers(3), "40 is not divisible by 3 stages.* is 2"),
+        (lambda: model_shape("2-100-3"), "hidden_size=100 is not divisible"),
+        (lambda: cluster("b300x8"), "unknown cluster .*; write <node>x<gpus>"),
+        (lambda: cluster("a100"), "unknown cluster .*; write <node>x<gpus>"),
+        (lambda: cluster("a100xmany"), "unknown cluster .*; write <node>x<gpus>"),
+        (lambda: cluster(""), "unknown cluster .*; write <node>x<gpus>"),
+        (lambda: cluster("a100x12"), "12 GPUs do not fill nodes of 8; try 16"),
+    ],
+)
+def test_models_and_clusters_that_there_are_not_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_a_cluster_by_name():
@@ -69,6 +77,7 @@ def test_a_cluster_by_name():
     assert cluster("h100x4").gpus_per_node == 4
     assert cluster("A100-80Gx8-200G") == cluster("a100-80gx8-200g")
     assert model_shape("GPT3-18B") is model_shape("gpt3-18b")
+    assert model_shape("24-2048-16-512").seq_length == 512
 
 
 @pytest.mark.parametrize(
@@ -97,17 +106,6 @@ def test_slow_links_lose_headers_alone():
     assert cluster("testbedx2-0.1g").nic_efficiency == NODES["testbed"].nic_efficiency
 
 
-@pytest.mark.parametrize("name", ["b300x8", "a100", "a100xmany", ""])
-def test_an_unknown_cluster_is_refused_with_those_there_are(name):
-    with pytest.raises(ValueError, match=r"unknown cluster .*; write <node>x<gpus>"):
-        cluster(name)
-
-
-def test_gpus_must_fill_their_nodes():
-    with pytest.raises(ValueError, match="12 GPUs do not fill nodes of 8; try 16"):
-        cluster("a100x12")
-
-
 FIELDS = {
     "num_nodes": 2,
     "gpus_per_node": 4,
@@ -120,20 +118,19 @@ FIELDS = {
 }
 
 
+def written(folder, name, fields):
+    """A cluster's file, in JSON or TOML."""
+    lines = "\n".join(f"{k} = {v}" for k, v in fields.items())
+    (folder / name).write_text(json.dumps(fields) if name.endswith("json") else lines)
+    return str(folder / name)
+
+
 def test_a_cluster_from_a_file(tmp_path):
-    (tmp_path / "mine.json").write_text(json.dumps(FIELDS))
-    (tmp_path / "mine.toml").write_text("\n".join(f"{k} = {v}" for k, v in FIELDS.items()))
-    from_json, from_toml = (cluster(str(tmp_path / f"mine.{end}")) for end in ("json", "toml"))
-    assert from_json == from_toml
-    assert (from_json.name, from_json.num_gpus) == ("mine", 8)
-
-
-def test_a_cluster_file_has_levels_of_switches(tmp_path):
+    found, other = (cluster(written(tmp_path, name, FIELDS)) for name in ("my.json", "my.toml"))
+    assert found == other
+    assert (found.name, found.num_gpus) == ("my", 8)
     levels = {"switch_nodes": [2, 8], "oversubscription": [1, 3.5]}
-    (tmp_path / "mine.toml").write_text(
-        "\n".join(f"{k} = {v}" for k, v in {**FIELDS, **levels}.items())
-    )
-    found = cluster(str(tmp_path / "mine.toml"))
+    found = cluster(written(tmp_path, "my.toml", FIELDS | levels))
     assert (found.switch_nodes, found.oversubscription) == ((2, 8), (1, 3.5))
     assert hash(found) == hash(found)
 
@@ -155,10 +152,9 @@ def test_a_cluster_file_has_levels_of_switches(tmp_path):
     ],
 )
 def test_a_bad_cluster_file_is_refused(tmp_path, change, message):
-    found = {k: v for k, v in {**FIELDS, **change}.items() if v is not None}
-    (tmp_path / "bad.json").write_text(json.dumps(found))
+    fields = {k: v for k, v in (FIELDS | change).items() if v is not None}
     with pytest.raises(ValueError, match=message):
-        cluster(str(tmp_path / "bad.json"))
+        cluster(written(tmp_path, "bad.json", fields))
 
 
 def test_a_file_that_is_no_cluster_is_refused(tmp_path):

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster
 from megatron.fold3d.predict.cost_model.placement import routes
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import NO_SWITCHES, Link, Use
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import planned
+from tests.plans import built, planned
 
 
 class Ungrouped:
@@ -242,7 +241,7 @@ def test_nodes_that_are_alike_are_as_fast_as_one_of_them(data):
         p2p_local_s=draw(st.floats(0.0, 0.5)),
         grad_sync_local=tp * dp * (1 if order == "tp-dp-pp" else pp) <= per_node,
     )
-    compute = build("aiao", num_ranks=pp, num_segments=segments, num_microbatches=microbatches)
+    compute = built("aiao", pp, segments, microbatches)
     plan = planned(compute, transfers=False)
     link = Link(
         nic_of_rank=tuple(rank // max(1, per_node // together) for rank in range(pp)),

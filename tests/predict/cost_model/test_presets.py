@@ -18,13 +18,6 @@ def trained(shape: ModelShape) -> ModelShape:
     return replace(shape, num_decoder_layers=0)
 
 
-def test_a_preset_stands_for_megatrons_flags():
-    assert " ".join(preset_flags("gpt3-18b", "gpt")) == (
-        "--num-layers 40 --hidden-size 6144 --num-attention-heads 48 "
-        "--seq-length 1024 --max-position-embeddings 1024"
-    )
-
-
 @pytest.mark.parametrize("shape", TRAINED, ids=lambda shape: shape.name)
 def test_megatron_parses_every_preset_as_the_planners_model(parser, shape):
     args = parser.parse_args(preset_flags(shape.name, "bert" if shape.family == "bert" else "gpt"))
@@ -45,11 +38,6 @@ def test_flags_of_a_shape_keep_a_width_of_zero_apart_from_one_that_is_not_given(
     shape = model_shape("2-16-2-8")
     assert "--ffn-hidden-size" not in shape_flags(shape)
     assert "--ffn-hidden-size 0" in " ".join(shape_flags(replace(shape, ffn_hidden_size=0)))
-
-
-def test_flags_given_beside_a_preset_win(parser):
-    args = parser.parse_args([*preset_flags("gpt3-18b", "gpt"), "--num-layers", "2"])
-    assert (args.num_layers, args.hidden_size) == (2, 6144)
 
 
 def test_a_size_is_a_preset_of_every_script():

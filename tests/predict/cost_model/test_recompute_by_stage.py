@@ -5,31 +5,26 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.observe.memory_curve import memory
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import cluster
-from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
+from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.recompute_by_stage import fewest_recomputed
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import planned
+from tests.plans import built, planned
+from tests.predict.setups import estimated
 
 SHAPE, CLUSTER = model_shape("gpt3-18b"), cluster("v100x64")
 P, NS, M = 4, 5, 16
 SETUP = Setup(
-    tensor_parallel=8,
-    data_parallel=2,
-    microbatch_size=4,
-    sequence_parallel=True,
-    recompute="full",
+    tensor_parallel=8, data_parallel=2, microbatch_size=4, sequence_parallel=True, recompute="full"
 )
-PLAN = planned(build("aiao", num_ranks=P, num_segments=NS, num_microbatches=M))
+PLAN = planned(built("aiao", P, NS, M))
 
 
 def known(recompute: Recompute, counts: tuple[int, ...] = ()) -> Estimate:
     setup = replace(SETUP, recompute=recompute)
-    sizes = {"num_ranks": P, "num_segments": NS, "recompute_layers": counts}
-    return estimate(SHAPE, CLUSTER, setup, **sizes)
+    return estimated(SHAPE, CLUSTER, setup, P, NS, recompute_layers=counts)
 
 
 def test_recomputing_nothing_costs_what_it_does_without_recomputation():

@@ -5,15 +5,14 @@ from statistics import mean
 
 import pytest
 
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import NODES
-from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.cost_model.stragglers import slowdowns, slowest_of
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import planned
+from tests.plans import built, planned
+from tests.predict.setups import estimated
 
 POD = replace(NODES["h100"], num_nodes=4, straggler_sigma=0.02)
 
@@ -34,8 +33,7 @@ def test_the_rank_with_most_work_has_the_slowest_gpu():
 def test_a_slow_gpu_computes_longer_and_sends_as_fast_as_others():
     shape, setup = model_shape("gpt3-18b"), Setup(tensor_parallel=8, recompute="full")
     alike, unlike = (
-        estimate(shape, each, setup, num_ranks=4, num_segments=1).costs
-        for each in (replace(POD, straggler_sigma=0.0), POD)
+        estimated(shape, each, setup, 4).costs for each in (replace(POD, straggler_sigma=0.0), POD)
     )
     (slowest, usual), sync_s = (1 + 0.02 * slowest_of(n) for n in (32, 8)), alike.tp_sync_s[0]
     for stage, factor in enumerate((usual, usual, usual, slowest)):  # the last one has the head
@@ -54,7 +52,7 @@ def test_a_slow_gpu_computes_longer_and_sends_as_fast_as_others():
 )
 def test_pipelines_of_random_gpus_take_as_long_as_the_model_says(tensor_parallel, work):
     num_ranks, setup = len(work), Setup(tensor_parallel=tensor_parallel, data_parallel=4)
-    plan = planned(build("1f1b", num_ranks=num_ranks, num_segments=1, num_microbatches=8))
+    plan = planned(built("1f1b", num_ranks, 1, 8))
     gpus, draw = num_ranks * 4 * tensor_parallel, Random(1)
     pod = replace(POD, num_nodes=gpus // 8)
 

@@ -14,9 +14,5 @@ A100 = replace(
 QUEUE_PER_STREAM = replace(A100, is_blackwell=True)
 """The same as the paper models it: no stream waits for another to have its turn."""
 SETUP_39B = Setup(
-    tensor_parallel=8,
-    data_parallel=4,
-    microbatch_size=4,
-    sequence_parallel=True,
-    recompute="full",
+    tensor_parallel=8, data_parallel=4, microbatch_size=4, sequence_parallel=True, recompute="full"
 )

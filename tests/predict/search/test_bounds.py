@@ -47,7 +47,7 @@ def partition(measured: HardwareProfile, num_layers: int, segments: int, job: Jo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [32, 64])
-def test_meraks_stages_of_gpt2_are_those_with_the_shortest_iteration(num_microbatches: int):
+def test_meraks_stages_of_gpt2_are_those_with_the_shortest_iteration(num_microbatches):
     # Of its 98 parts the embedding is the first and the head the last; a layer is two.
     one_f_one_b = Choice.plain("1f1b", 1, share=1.0).changed(step="next")
     job = Job(choice=one_f_one_b, num_ranks=4, num_microbatches=num_microbatches)
@@ -63,9 +63,7 @@ def test_meraks_stages_of_gpt2_are_those_with_the_shortest_iteration(num_microba
     ("schedule", "ranks", "segments", "num_layers"),
     [("1f1b", 3, 1, 9), ("1f1b", 4, 1, 9), ("aiao", 2, 2, 9), ("interleaved", 2, 2, 8)],
 )
-def test_no_other_layout_has_a_shorter_simulated_iteration(
-    schedule: str, ranks: int, segments: int, num_layers: int
-):
+def test_no_other_layout_has_a_shorter_simulated_iteration(schedule, ranks, segments, num_layers):
     job = Job(choice=Choice.plain(schedule, 1), num_ranks=ranks, num_microbatches=4)
     measured = profile(head=1.7, embedding=0.4)
     found = partition(measured, num_layers, segments, job)

@@ -222,9 +222,7 @@ def test_an_exchange_swaps_what_two_segments_do():
 
 def test_tied_ends_are_summed_alike():
     space = Space(
-        orders=[Choice.plain("aiao", 3)],
-        free={"optimizer": ("sharded", "replicated")},
-        tied=True,
+        orders=[Choice.plain("aiao", 3)], free={"optimizer": ("sharded", "replicated")}, tied=True
     )
     ones = [one for others in space.along(space.first) for one in others]
     assert any(one.where(optimizer="replicated") for one in ones)

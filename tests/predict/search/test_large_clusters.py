@@ -4,7 +4,6 @@ import pytest
 
 from megatron.fold3d.commands.training_flags import training_flags
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup, held_parameters
@@ -15,15 +14,11 @@ from megatron.fold3d.predict.search.neighbours import with_replicated_segments
 from megatron.fold3d.predict.search.planner import _plainest_first, search
 from megatron.fold3d.predict.search.search_result import JudgedCandidate
 from megatron.fold3d.predict.simulator.link import NO_SWITCHES
+from tests.predict.setups import candidate
 
 SMALL = model_shape("12-1024-16-512")
 SLOW = cluster("a100x16-10g")
-AIAO = Candidate(
-    choice=Choice.plain("aiao", 3),
-    setup=Setup(data_parallel=8, distributed_optimizer=True),
-    num_ranks=2,
-    num_microbatches=4,
-)
+AIAO = candidate("aiao", 3, 2, 4, Setup(data_parallel=8, distributed_optimizer=True))
 
 
 def judge(on=SLOW) -> BestFirst:

@@ -16,6 +16,7 @@ from megatron.fold3d.predict.search.best_first import BestFirst
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.many_microbatches import can_extrapolate, extrapolated, measures
+from tests.predict.setups import candidate
 
 pytestmark = pytest.mark.search
 
@@ -23,12 +24,7 @@ SMALL = model_shape("12-1024-16-512")
 ONE_QUEUE = Setup(data_parallel=2, tensor_parallel=2, sequence_parallel=True)
 REPLICAS = Setup(data_parallel=4)
 SHARDED = Setup(data_parallel=4, distributed_optimizer=True)
-AIAO = Candidate(
-    choice=Choice.plain("aiao", 3),
-    setup=Setup(),
-    num_ranks=2,
-    num_microbatches=130,
-)
+AIAO = candidate("aiao", 3, 2, 130)
 STOCK = replace(AIAO, choice=Choice.plain("stock", 1))
 INTERLEAVED = AIAO.with_options(order="stock")
 CASES = {
@@ -54,13 +50,10 @@ CASES = {
 def on(name: str, candidate: Candidate) -> Estimate:
     setup, ranks = candidate.setup, candidate.num_ranks
     gpus = setup.data_parallel * setup.tensor_parallel * ranks
-    judge = BestFirst(SMALL, cluster(name.format(gpus)))
-    return judge.estimate(candidate)
+    return BestFirst(SMALL, cluster(name.format(gpus))).estimate(candidate)
 
 
-def simulations(
-    estimate: Estimate,
-) -> tuple[list[int], Callable[[Candidate], Timeline]]:
+def simulations(estimate: Estimate) -> tuple[list[int], Callable[[Candidate], Timeline]]:
     """Return what simulates, and the numbers of micro-batches that it was asked for."""
     numbers: list[int] = []
 
@@ -98,24 +91,21 @@ def test_no_line_is_drawn_where_a_rank_uses_up_its_lead_first():
 
 def test_no_line_is_drawn_from_few_micro_batches_or_where_something_may_be_full():
     few = replace(AIAO, num_microbatches=106)  # less than three times 10 + 12 + 14
-    for candidate in (few, AIAO.changed(wgrad="gaps")):
-        numbers, simulated = simulations(estimate := on("a100x{}", candidate))
-        assert extrapolated(candidate, estimate, simulated) is None
+    for other in (few, AIAO.changed(wgrad="gaps")):
+        numbers, simulated = simulations(estimate := on("a100x{}", other))
+        assert extrapolated(other, estimate, simulated) is None
         assert numbers == []
 
 
 @pytest.mark.parametrize("slower", [0.1, 10.0])
 def test_memory_is_on_the_line_if_copies_keep_up(slower, monkeypatch):
-    candidate = replace(AIAO, setup=Setup(recompute="full"), offload=True)
-    item = BestFirst(SMALL, cluster("a100x2")).bounded(candidate)
+    offloaded = replace(AIAO, setup=Setup(recompute="full"), offload=True)
+    item = BestFirst(SMALL, cluster("a100x2")).bounded(offloaded)
     costs = item.estimate.costs
-    costs = replace(
-        costs,
-        offload_s=tuple(slower * seconds for seconds in costs.forward_s),
-        reload_s=tuple(slower * seconds for seconds in costs.forward_s),
-    )
+    copy_s = tuple(slower * seconds for seconds in costs.forward_s)
+    costs = replace(costs, offload_s=copy_s, reload_s=copy_s)
     item = replace(item, estimate=replace(item.estimate, costs=costs))
-    assert can_extrapolate(candidate, item.estimate) == (slower < 1)
+    assert can_extrapolate(offloaded, item.estimate) == (slower < 1)
     judged = best_first._simulated(item, 2**40)
     monkeypatch.setattr(best_first, "extrapolated", lambda *_: None)
     whole = best_first._simulated(item, 2**40)

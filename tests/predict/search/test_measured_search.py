@@ -110,10 +110,7 @@ def test_measured_all_reduces_are_halved_and_gathers_have_the_size_of_parameters
     first = Choice.plain("afab", 3)
     order = built("afab", 1, 3, 2)
     job = Job.of(order, first, steps_shards=True, gathers_params=True)
-    measured = partial(
-        measured_search,
-        free={"optimizer": ("sharded", "replicated")},
-    )
+    measured = partial(measured_search, free={"optimizer": ("sharded", "replicated")})
     (found,) = measured(times, job=job).to_try()
     assert (found.job.order, str(found.choice)) == (order, "afab:optimizer=replicated@1")
     assert found.seconds == 30.0

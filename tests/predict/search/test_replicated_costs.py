@@ -6,14 +6,13 @@ import pytest
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Job
-from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.predict.search.descent import Descent, Space
 from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
+from tests.plans import built
 
 # Of one rank, three segments and two micro-batches: forwards take 2 s each, backwards 6.
-ORDER = build("afab", num_ranks=1, num_segments=3, num_microbatches=2)
+ORDER = built("afab", 1, 3, 2)
 SHARDED = replace(
     Costs.uniform(3, backward_s=3.0, grad_sync_s=3.0),
     param_gather_s=(3.0, 3.0, 3.0),
@@ -29,12 +28,6 @@ def judge(choice: Choice, costs: Costs = SHARDED) -> Judge:
     )
 
 
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
-    costs = SHARDED.with_replicated({1})
-    assert costs.grad_sync_s == (3.0, 6.0, 3.0)
-    assert costs.param_gather_s == (3.0, 0.0, 3.0)
-
-
 @pytest.mark.parametrize(
     ("word", "seconds"),
     [
@@ -48,12 +41,6 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
 )
 def test_bytes_move_from_the_forward_to_the_backward(word: str, seconds: float):
     assert judge(Choice.parse(word, 3)).predicted().seconds == seconds
-
-
-def test_the_search_replicates_what_shortens_the_iteration():
-    free = {"optimizer": ("sharded", "replicated")}
-    search = Descent(judge, Space(orders=(Choice.plain("afab", 3),), free=free))
-    assert str(search.best.choice) == "afab:optimizer=replicated@1"
 
 
 @pytest.mark.parametrize(

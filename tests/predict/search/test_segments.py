@@ -2,13 +2,11 @@ import pytest
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Job
-from megatron.fold3d.predict.cost_model.estimate import estimate
-from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
-from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.segments import by_simulation
 from megatron.fold3d.predict.simulator.costs import Costs
 from tests.predict.paper.published import QUEUE_PER_STREAM, SETUP_39B
+from tests.predict.setups import candidate, estimated
 
 
 def costs(overhead_s, grad_sync_s=8.0, ranks=2):
@@ -53,22 +51,13 @@ def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best(word):
     # The paper's cluster, split and software overhead. Of all that divide 12 layers per rank, each
     # is simulated as it runs; the choice is made from costs alone, before anything runs.
     known = {
-        segments: estimate(
-            model_shape("gpt3-39b"), QUEUE_PER_STREAM, SETUP_39B, num_ranks=4, num_segments=segments
-        )
-        for segments in (1, 2, 3, 4, 6, 12)
+        n: estimated("gpt3-39b", QUEUE_PER_STREAM, SETUP_39B, 4, n) for n in (1, 2, 3, 4, 6, 12)
     }
     step = "end" if word == "aiao" else "next"
     chosen = by_simulation(known, lambda segments: known[segments].costs, aiao(4, 16, step))
 
-    def runs(segments: int) -> Candidate:
-        return Candidate(
-            choice=Choice.parse(word, segments),
-            setup=SETUP_39B,
-            num_ranks=4,
-            num_microbatches=16,
-        )
-
-    periods_s = {n: timeline_of(runs(n), known[n]).period_s for n in known}
+    periods_s = {
+        n: timeline_of(candidate(word, n, 4, 16, SETUP_39B), known[n]).period_s for n in known
+    }
     assert periods_s[chosen.num_segments] <= 1.02 * min(periods_s.values())
     assert max(periods_s.values()) > 1.3 * min(periods_s.values())  # there is something to choose

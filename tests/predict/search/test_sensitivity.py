@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
@@ -11,21 +10,12 @@ from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate, estimate_of
 from megatron.fold3d.predict.search.search_result import JudgedCandidate
 from megatron.fold3d.predict.search.sensitivity import gains_if_off_by_half
+from tests.predict.setups import candidate
 
 SHAPE, SLOW = model_shape("12-1024-16-512"), cluster("a100x8-10g")
 SHARED = "stock waits half as long for its sends (they then share links with other traffic)"
-STOCK = Candidate(
-    choice=Choice.plain("stock", 1),
-    setup=Setup(data_parallel=2),
-    num_ranks=4,
-    num_microbatches=8,
-)
-OURS = Candidate(
-    choice=Choice.plain("aiao", 1),
-    setup=STOCK.setup,
-    num_ranks=4,
-    num_microbatches=8,
-)
+STOCK = candidate("stock", 1, 4, 8, Setup(data_parallel=2))
+OURS = candidate("aiao", 1, 4, 8, STOCK.setup)
 
 
 def judged(candidate: Candidate, nodes: Cluster = SLOW) -> JudgedCandidate:

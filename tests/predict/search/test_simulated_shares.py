@@ -2,17 +2,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.predict.cost_model.cluster import cluster
-from megatron.fold3d.predict.cost_model.estimate import estimate
-from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
-from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.simulated_shares import auto_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from tests.plans import built, deferred_grad_sync
+from tests.predict.setups import candidate, estimated
 
 
 def shares(costs: Costs, ranks: int = 1, microbatches: int = 2):
@@ -47,15 +43,9 @@ def test_one_segment_gets_share_zero():
 
 @pytest.mark.parametrize("segments", [2, 4, 8])
 def test_no_share_for_all_segments_is_much_better(segments):
-    hosts, shape = cluster("testbedx4"), model_shape("testbed")
     setup = Setup(data_parallel=2, fp32=True)
-    known = estimate(shape, hosts, setup, num_ranks=2, num_segments=segments)
-    auto = Candidate(
-        choice=Choice.parse("aiao:step=next", segments),
-        setup=setup,
-        num_ranks=2,
-        num_microbatches=8,
-    )
+    known = estimated("testbed", "testbedx4", setup, 2, segments)
+    auto = candidate("aiao:step=next", segments, 2, 8, setup)
     one_for_all = (auto.with_options(share=share) for share in (0.6, 0.7, 0.8, 0.9, 1.0))
-    best_s = min(timeline_of(candidate, known).period_s for candidate in one_for_all)
+    best_s = min(timeline_of(one, known).period_s for one in one_for_all)
     assert timeline_of(auto, known).period_s <= 1.005 * best_s  # found: 1.004

@@ -15,11 +15,7 @@ from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES
 from megatron.fold3d.predict.cost_model.launches import SLICE_BYTES, launches
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.link import (
-    Device,
-    Link,
-    sends_stock_waits_for,
-)
+from megatron.fold3d.predict.simulator.link import Device, Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.plans import built, planned
 
@@ -47,9 +43,7 @@ def period(parts: str, device: Device, share: float | None = None) -> float:
     ("connections", "whole", "buckets", "shared"),
     [(1, 3680.0, 4640.0, 5098.0), (32, 3680.0, 3629.0, 3678.0)],
 )
-def test_18b_takes_what_the_queue_model_says(
-    connections: int, whole: float, buckets: float, shared: float
-):
+def test_18b_takes_what_the_queue_model_says(connections, whole, buckets, shared):
     assert simulate(order(), MS).period_s == 2560
     one = Device(connections=connections)
     assert period(OVERLAPPED, one) == pytest.approx(whole)
@@ -117,7 +111,7 @@ def test_stock_has_one_stream_for_all_of_its_reductions():
 
 
 @pytest.mark.parametrize("p2p_s", [2.0, 3.0, 4.0])  # a forward takes 1
-def test_messages_longer_than_a_forward_follow_each_other_with_one_queue(p2p_s: float):
+def test_messages_longer_than_a_forward_follow_each_other_with_one_queue(p2p_s):
     # One receive is open while another is in flight: they are of an even and an odd micro-batch.
     order = built("1f1b", 8, 1, 32, forwards_ahead=3)
     plan, costs = planned(order, receives_late=True), Costs.uniform(8, p2p_s=p2p_s)
@@ -163,9 +157,7 @@ def runs(draw: st.DrawFn) -> tuple[Plan, Costs, Link]:
 
 @pytest.mark.slow
 @given(runs())
-def test_a_queue_for_each_stream_is_what_is_simulated_without_a_device(
-    run: tuple[Plan, Costs, Link],
-):
+def test_a_queue_for_each_stream_is_what_is_simulated_without_a_device(run):
     # As long as a message takes less than a computation, so that receives are posted in time.
     plan, costs, link = run
     usual = simulate(plan, costs, link, iterations=3)
@@ -203,7 +195,7 @@ def test_one_queue_ends_and_its_times_add_up(run: tuple[Plan, Costs, Link], stoc
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_slices_between_computations_hold_up_nothing_in_one_queue(num_ranks: int):
+def test_slices_between_computations_hold_up_nothing_in_one_queue(num_ranks):
     # 640 ms of DP.sync and 480 ms of a segment's backwards: three quarters fit behind them.
     stages = num_ranks * SEGMENTS
     costs = Costs.uniform(stages, forward_s=20.0, backward_s=60.0, grad_sync_s=640.0)

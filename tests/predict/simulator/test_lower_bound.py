@@ -8,15 +8,13 @@ from hypothesis import strategies as st
 
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.passes.place_weight_grads import place_weight_grads
-from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, ONE_SEGMENT_SCHEDULES, build
+from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, ONE_SEGMENT_SCHEDULES
 from megatron.fold3d.predict.search.judge import stage_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
-from megatron.fold3d.predict.simulator.lower_bound import (
-    Bounds,
-)
+from megatron.fold3d.predict.simulator.lower_bound import Bounds
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import planned
+from tests.plans import built, planned
 
 
 @pytest.mark.slow
@@ -25,11 +23,11 @@ from tests.plans import planned
 def test_no_order_is_faster_than_the_bound(data: st.DataObject):
     schedule = data.draw(st.sampled_from(("aiao", "1f1b", "interleaved", "afab", "zb-h1")))
     ranks = data.draw(st.integers(1, 4))
-    plan = build(
+    plan = built(
         schedule,
-        num_ranks=ranks,
-        num_segments=1 if schedule in ONE_SEGMENT_SCHEDULES else data.draw(st.integers(1, 3)),
-        num_microbatches=data.draw(st.integers(1, 8)),
+        ranks,
+        1 if schedule in ONE_SEGMENT_SCHEDULES else data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 8)),
         forwards_ahead=data.draw(st.integers(1, 3)) if schedule in FORWARDS_AHEAD else None,
     )
     some = st.sampled_from((0.25, 1.0, 2.0))
@@ -52,7 +50,7 @@ def test_no_order_is_faster_than_the_bound(data: st.DataObject):
 
 @pytest.mark.parametrize("microbatches", [8, 16])
 def test_the_bound_is_that_of_the_last_rank(microbatches: int):
-    plan = build("1f1b", num_ranks=4, num_segments=1, num_microbatches=microbatches)
+    plan = built("1f1b", 4, 1, microbatches)
     costs = Costs.uniform(4, p2p_s=0.5)  # F, B and W take 1 each; three hops of 0.5
     assert Bounds(plan, costs).order_s == 3 * 1.5 + microbatches * 3
 
@@ -62,11 +60,11 @@ def test_the_bound_is_that_of_the_last_rank(microbatches: int):
 @given(st.data())
 def test_no_order_with_dp_sync_is_faster_than_the_bound(data: st.DataObject):
     schedule = data.draw(st.sampled_from(("aiao", "1f1b", "interleaved", "afab")))
-    order = build(
+    order = built(
         schedule,
-        num_ranks=data.draw(st.integers(1, 3)),
-        num_segments=1 if schedule in ONE_SEGMENT_SCHEDULES else data.draw(st.integers(1, 5)),
-        num_microbatches=data.draw(st.integers(1, 6)),
+        data.draw(st.integers(1, 3)),
+        1 if schedule in ONE_SEGMENT_SCHEDULES else data.draw(st.integers(1, 5)),
+        data.draw(st.integers(1, 6)),
     )
     some, stages = st.sampled_from((0.25, 1.0, 2.0)), range(order.num_stages)
     costs = replace(
@@ -90,7 +88,7 @@ def test_no_order_with_dp_sync_is_faster_than_the_bound(data: st.DataObject):
 
 
 def test_a_step_that_waits_for_the_norm_hides_less():
-    plan = build("aiao", num_ranks=1, num_segments=4, num_microbatches=5)
+    plan = built("aiao", 1, 4, 5)
     costs = Costs.uniform(4, grad_sync_s=10.0)  # F takes 1, B 2: 60 s of computation
     bounds = Bounds(plan, costs)
     assert bounds.order_s == 60
@@ -110,7 +108,7 @@ def test_a_step_that_waits_for_the_norm_hides_less():
     ],
 )
 def test_a_step_that_waits_for_the_norm_exposes_the_first_chunks_dp_sync(reduce_s, exposed_s):
-    plan = build("aiao", num_ranks=2, num_segments=4, num_microbatches=5)
+    plan = built("aiao", 2, 4, 5)
     costs = replace(  # F and W take 1, B with W 2
         Costs.uniform(8, grad_sync_s=reduce_s), param_gather_s=(5.0,) * 8
     )
@@ -119,10 +117,10 @@ def test_a_step_that_waits_for_the_norm_exposes_the_first_chunks_dp_sync(reduce_
 
 
 def test_messages_share_the_link_with_dp_sync():
-    plan = build("aiao", num_ranks=1, num_segments=4, num_microbatches=5)
+    plan = built("aiao", 1, 4, 5)
     one = Costs.uniform(4, grad_sync_s=20.0)  # F takes 1, B 2
     assert Bounds(plan, one).with_sync_s(waits_for_norm=False) == 4 * 20 + 5 * 1 + 4 * 2
-    plan = build("aiao", num_ranks=2, num_segments=4, num_microbatches=5)
+    plan = built("aiao", 2, 4, 5)
     costs = Costs.uniform(8, grad_sync_s=20.0, p2p_s=0.5)
     # From the first rank to the second and back, which computes F and, without W, B.
     link_idles_s = (1 + 0.5) + 5 * (1 + 1) + (0.5 + 1)

@@ -73,9 +73,7 @@ def test_every_flow_ends_and_none_is_faster_than_its_link(
 
 @pytest.mark.parametrize("preemptive", [False, True])
 @pytest.mark.parametrize(("buffered", "end_s"), [(False, 6.0), (True, 5.0)])
-def test_messages_slow_a_buffered_ring_down_in_their_own_direction(
-    buffered: bool, end_s: float, preemptive: bool
-):
+def test_messages_slow_a_buffered_ring_down_in_their_own_direction(buffered, end_s, preemptive):
     """A message out of the ring's NIC, and when it has arrived, one into it."""
     clock = SimulatedClock()
     network, _, ended = started(clock, [(0, 1)], preemptive=preemptive, rings_are_buffered=buffered)
@@ -125,8 +123,7 @@ def test_collectives_take_what_messages_leave_of_links_between_switches():
     flows = [network.message(0, 1, 1.0, lambda _: None, None, shared)]
     for nic in (2, 3):
         flows += network.collective(nic, 1.0, lambda _: None, None, shared)
-    for flow in flows:
-        network.start_flow(flow)
+    start(network, flows)
     network.update_rates()
     assert [flow.rate for flow in flows] == [1.0, 0.25, 0.25]
 
@@ -136,8 +133,7 @@ def test_a_flow_that_stands_for_several_takes_its_part_of_a_link_for_each():
     network = Network(clock, 4, (2.0,), preemptive=False)
     many = network.message(0, 1, 1.0, lambda _: None, None, (Use(0, 3),))
     one = network.message(2, 3, 1.0, lambda _: None, None, (Use(0, 1),))
-    for flow in (many, one):
-        network.start_flow(flow)
+    start(network, (many, one))
     network.update_rates()
     assert (many.rate, one.rate) == (0.5, 0.5)
     network.stop_flow(one)

@@ -5,12 +5,11 @@ import pytest
 from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.pair_times import in_turns_s, pair_s
 from megatron.fold3d.predict.simulator.simulate import simulate
-from tests.plans import planned
+from tests.plans import built, planned
 
 PAIRED = Link(overlap_tensor_parallel=True)
 
@@ -46,13 +45,13 @@ def test_the_ends_of_a_chain_are_exposed_and_not_those_of_each_pair():
 
 
 def paired(m: int, p: int) -> Plan:
-    order = build("1f1b", num_ranks=p, num_segments=1, num_microbatches=num_pairs(m))
+    order = built("1f1b", p, 1, num_pairs(m))
     return planned(in_pairs(order, m), "pairs=on")
 
 
 def test_a_pipeline_of_pairs_has_the_bubble_of_half_as_many_micro_batches():
     costs = Costs.uniform(4, forward_s=2.0, backward_s=4.0, tp_sync_s=1.0)
-    one_by_one = build("1f1b", num_ranks=4, num_segments=1, num_microbatches=8)
+    one_by_one = built("1f1b", 4, 1, 8)
     assert simulate(planned(one_by_one), costs).makespan_s == (8 + 3) * 6.0
     # A forward of a pair takes 2, a backward 6; four pairs and three of bubble.
     assert simulate(paired(8, 4), costs, PAIRED).makespan_s == (4 + 3) * 8.0

@@ -8,7 +8,6 @@ from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.carried_grad_sync import share_grad_sync
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.replay import (
     as_synced,
@@ -17,9 +16,9 @@ from megatron.fold3d.predict.simulator.replay import (
     replay,
 )
 from megatron.fold3d.predict.simulator.simulate import simulate, steady_state
-from tests.plans import deferred_grad_sync, planned
+from tests.plans import built, deferred_grad_sync, planned
 
-AIAO = build("aiao", num_ranks=3, num_segments=2, num_microbatches=5)
+AIAO = built("aiao", 3, 2, 5)
 COSTS = replace(
     Costs.uniform(6, p2p_s=0.25, grad_sync_s=4.0),
     forward_s=(1.0, 1.5, 1.0, 1.25, 1.0, 2.0),

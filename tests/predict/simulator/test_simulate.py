@@ -1,9 +1,10 @@
 import itertools
 import json
-import re
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.fields import from_file
 from megatron.fold3d.observe.timeline import Lane, Timeline
-from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.transfers import add_p2p
@@ -21,22 +22,18 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.plans import built, deferred_grad_sync
-from tests.predict.simulator.check_vectors import error, errors_of
 
 CASES = json.loads((Path(__file__).parents[2] / "data/simulator_vectors.json").read_text())["cases"]
 
 
+def rows_of(timeline: Timeline, lane: Lane, rank: int = 0) -> list[tuple[float, float, str]]:
+    """Start, end and action of a lane of a rank."""
+    return [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(rank, lane)]
+
+
 def compute_rows(timeline: Timeline) -> list[list[tuple[float, float, str]]]:
     """Start, end and action of every computation, rank by rank."""
-    return [
-        [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(rank, Lane.COMPUTE)]
-        for rank in range(timeline.num_ranks)
-    ]
-
-
-def rows_of(timeline: Timeline, lane: Lane) -> list[tuple[float, float, str]]:
-    """Start, end and action of a lane of the first rank."""
-    return [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(0, lane)]
+    return [rows_of(timeline, Lane.COMPUTE, rank) for rank in range(timeline.num_ranks)]
 
 
 def computed_s(timeline: Timeline, op: Op) -> float:
@@ -45,33 +42,32 @@ def computed_s(timeline: Timeline, op: Op) -> float:
     return sum(span.duration_s for span in spans if span.action.op is op)
 
 
+def run(case: dict[str, Any]) -> Timeline:
+    """Simulate a pinned plan."""
+    ranks, segments = case["p"], range(case["v"])
+    programs = (
+        tuple(Action(chunk * ranks + rank, Op(op), m) for op, m, chunk in order)
+        for rank, order in enumerate(case["order"])
+    )
+    costs = Costs(
+        forward_s=tuple(case["dur_f"]),
+        backward_s=tuple(case["dur_b"]),
+        p2p_s=case["x"],
+        p2p_latency_s=case["lat"],
+        grad_sync_s=tuple(case["dp"][rank][s] for s in segments for rank in range(ranks)),
+    )
+    synced = serial_grad_sync if case["dp_mode"] == "serial" else deferred_grad_sync
+    link = Link(grad_sync_order="edf" if case["dp_mode"] == "edf" else "fifo")
+    return simulate(synced(Plan(tuple(programs))), costs, link, iterations=case["iters"])
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["id"]))
 def test_pinned_plans_take_the_time_that_is_expected(case):
-    assert error(case) < 1e-9  # both sum the same numbers, in their own order
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dp_mode": "lifo"}, "case 1: found dp_mode='lifo'; it is one of edf, fifo, serial"),
-        ({"dp": [[1.0]]}, "case 1: found 1 entries in dp; p=2, v=1, m=2, iters=3 make it 2"),
-        ({"m": 3}, "case 1: found 4 entries in order of rank 0"),
-        ({"lat": float("nan")}, "case 1: found p2p_latency_s=nan"),
-        ({"expect": {}}, "case 1 lacks 'end_of_iteration_rank0'"),
-    ],
-)
-def test_a_file_of_pinned_plans_that_is_wrong_says_which_one(tmp_path, change, message):
-    file = tmp_path / "vectors.json"
-    file.write_text(json.dumps({"cases": [CASES[8], CASES[10] | change]}))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        errors_of(file)
-
-
-def test_a_file_without_plans_is_refused(tmp_path):
-    file = tmp_path / "vectors.json"
-    file.write_text('{"cases": []}')
-    with pytest.raises(ValueError, match='no list of plans under "cases"'):
-        errors_of(file)
+    timeline, expected = run(case), case["expect"]
+    exactly = partial(pytest.approx, rel=1e-9)  # both sum the same numbers, in their own order
+    assert timeline.period_s == exactly(expected["period"])
+    assert timeline.makespan_s == exactly(expected["makespan"])
+    assert timeline.iteration_ends_s(0) == exactly(tuple(expected["end_of_iteration_rank0"]))
 
 
 def test_1f1b_of_two_ranks_by_hand():
@@ -85,19 +81,15 @@ def test_1f1b_of_two_ranks_by_hand():
 @pytest.mark.parametrize(("ranks", "segments", "microbatches"), [(2, 2, 8), (4, 1, 6), (4, 3, 8)])
 @pytest.mark.parametrize("schedule", ["afab", "aiao", "interleaved", "breadth-first"])
 def test_bubble_of_looped_schedules_is_p_minus_1_over_v_m(schedule, ranks, segments, microbatches):
-    timeline = simulate(
-        built(schedule, ranks, segments, microbatches), Costs.uniform(ranks * segments)
-    )
-    assert mean(exposure(timeline)).bubble_ratio == pytest.approx(
-        (ranks - 1) / (segments * microbatches)
-    )
+    plan = built(schedule, ranks, segments, microbatches)
+    found = mean(exposure(simulate(plan, Costs.uniform(plan.num_stages)))).bubble_ratio
+    assert found == pytest.approx((ranks - 1) / (segments * microbatches))
 
 
 def test_a_message_takes_its_latency_and_then_its_time():
     costs = Costs.uniform(2, p2p_s=0.25, p2p_latency_s=0.125)
     timeline = simulate(built("1f1b", 2, 1, 1), costs)
-    assert [tuple(span[:3]) for span in timeline.lane(1, Lane.P2P)] == [(Lane.P2P, 1.0, 1.375)]
-    assert str(timeline.lane(1, Lane.P2P)[0].action) == "1RECV_F0"
+    assert rows_of(timeline, Lane.P2P, 1) == [(1.0, 1.375, "1RECV_F0")]
     assert timeline.makespan_s == 2 * 0.375 + 6
 
 
@@ -123,11 +115,10 @@ def test_edf_lets_the_segment_that_is_needed_first_overtake():
     text = "0F0 1F0 1B0 1ALL_REDUCE 0B0 0ALL_REDUCE 0STEP 1STEP\n"
     costs = Costs.uniform(2, grad_sync_s=5.0)
     edf = simulate(Plan.from_text(text), costs, Link(grad_sync_order="edf"))
-    rows = [(s.start_s, s.end_s, str(s.action)) for s in edf.lane(0, Lane.GRAD_SYNC)]
+    rows = rows_of(edf, Lane.GRAD_SYNC)
     assert rows == [(4, 6, "1ALL_REDUCE"), (6, 11, "0ALL_REDUCE"), (11, 14, "1ALL_REDUCE")]
     fifo = simulate(Plan.from_text(text), costs)
-    rows = [(s.start_s, s.end_s, str(s.action)) for s in fifo.lane(0, Lane.GRAD_SYNC)]
-    assert rows == [(4, 9, "1ALL_REDUCE"), (9, 14, "0ALL_REDUCE")]
+    assert rows_of(fifo, Lane.GRAD_SYNC) == [(4, 9, "1ALL_REDUCE"), (9, 14, "0ALL_REDUCE")]
 
 
 def test_serial_grad_sync_is_all_exposed_and_aiao_hides_all_but_one_segment():
@@ -145,15 +136,6 @@ def test_deferred_grad_sync_shows_from_the_second_iteration_on():
     first, second, third = timeline.iteration_ends_s(0)
     assert first == simulate(built("aiao", 2, 2, 4), costs).makespan_s
     assert second - first == third - second == first + 3.0
-
-
-def test_an_offloaded_micro_batch_waits_for_its_reload():
-    plan = Plan.from_text("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1\n")
-    costs = Costs(forward_s=(1.0,), backward_s=(1.0,), offload_s=(2.0,), reload_s=(0.5,))
-    timeline = simulate(plan, costs)
-    copies = [tuple(span[1:3]) for span in timeline.lane(0, Lane.COPY)]
-    assert copies == [(1.0, 3.0), (3.0, 3.5)]  # it comes back after it has left
-    assert compute_rows(timeline)[0][2] == (3.5, 4.5, "0B0")
 
 
 def test_steps_at_the_end_hold_all_ranks_until_the_last_has_ended():
@@ -177,6 +159,9 @@ def test_costs_of_another_plan_are_refused():
         simulate(built("1f1b", 2, 1, 2), Costs.uniform(2, forward_s=-1.0))
     with pytest.raises(PlanError, match="3 NICs; the plan has 2 ranks"):
         simulate(built("1f1b", 2, 1, 2), Costs.uniform(2), Link(nic_of_rank=(0, 1, 2)))
+    costs = Costs(forward_s=(1.0,), backward_s=(2.0,), weight_s=(4.0,))
+    with pytest.raises(PlanError, match=r"found 4\.0 in weight_s; it is a part of a backward of 2"):
+        costs.check(1)
 
 
 def test_costs_come_back_from_a_file(tmp_path):
@@ -220,12 +205,6 @@ def test_weight_gradients_have_their_own_cost():
     assert computed_s(timeline, Op.WEIGHT) == 4.5
 
 
-def test_weight_gradients_are_a_part_of_a_backward():
-    costs = Costs(forward_s=(1.0,), backward_s=(2.0,), weight_s=(4.0,))
-    with pytest.raises(PlanError, match=r"found 4\.0 in weight_s; it is a part of a backward of 2"):
-        costs.check(1)
-
-
 def test_a_backward_that_is_not_split_computes_its_weight_gradients():
     plan = delay_weight_grads(built("aiao", 1, 2, 2), [1])
     costs = Costs(forward_s=(1.0, 1.0), backward_s=(3.0, 5.0), weight_s=(1.0, 2.0))
@@ -240,18 +219,14 @@ def test_the_time_of_a_simulation_grows_with_the_number_of_actions():
     # The larger one is that of 3,072 GPUs: pp=64 of dp=6 and tp=8; replicas do the same, so one
     # is run. It has 16 times the actions: 4 times the ranks, 4 times the micro-batches. A step that
     # looked at all of either would make it 64 times as long.
+    def simulation_s(ranks: int, microbatches: int) -> float:
+        plan = deferred_grad_sync(built("aiao", ranks, 4, microbatches))
+        costs = Costs.uniform(4 * ranks, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
+        start_s = time.process_time()
+        simulate(plan, costs, Link(grad_sync_order="edf"))
+        return time.process_time() - start_s
+
     assert simulation_s(64, 256) < 3 * 16 * simulation_s(16, 64)
-
-
-def simulation_s(ranks: int, microbatches: int) -> float:
-    """Simulate AIAO of four segments; returns the CPU time that it took."""
-    plan = deferred_grad_sync(built("aiao", ranks, 4, microbatches))
-    costs = Costs.uniform(4 * ranks, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
-    start_s = time.process_time()
-    timeline = simulate(plan, costs, Link(grad_sync_order="edf"))
-    took_s = time.process_time() - start_s
-    assert timeline.makespan_s > 3 * 4 * microbatches
-    return took_s
 
 
 def test_a_rank_may_wait_for_what_it_sends():
@@ -260,8 +235,7 @@ def test_a_rank_may_wait_for_what_it_sends():
     waiting = Link(sends_waited_for=frozenset({Op.FORWARD}))
     timeline = simulate(plan, costs, waiting)
     assert [row[:2] for row in compute_rows(timeline)[0]] == [(0, 1), (3, 4)]
-    waits = [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(0, Lane.WAIT)]
-    assert waits == [(1, 3, "0SEND_F0"), (4, 6, "0SEND_F1")]
+    assert rows_of(timeline, Lane.WAIT) == [(1, 3, "0SEND_F0"), (4, 6, "0SEND_F1")]
     assert timeline.makespan_s == 7
     buffered = replace(costs, sends_are_buffered=True)
     assert simulate(plan, buffered, waiting) == simulate(plan, costs)
@@ -270,7 +244,7 @@ def test_a_rank_may_wait_for_what_it_sends():
 def test_messages_of_one_channel_go_one_after_the_other():
     costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
     timeline = simulate(Plan.from_text("0F0 0F1\n1F0 1F1\n"), costs)
-    assert [tuple(s[1:3]) for s in timeline.lane(1, Lane.P2P)] == [(1.0, 3.0), (2.0, 5.0)]
+    assert [row[:2] for row in rows_of(timeline, Lane.P2P, 1)] == [(1.0, 3.0), (2.0, 5.0)]
 
 
 def test_what_is_left_of_a_sum_starts_in_the_next_iteration():
@@ -307,13 +281,8 @@ def test_a_reduction_to_shards_starts_when_shards_are_complete():
     plan = Plan.from_text(
         "0ALL_GATHER 0F0 0F1 0B0 0B1 0W:500 0REDUCE_SCATTER:500 0W:1000 0REDUCE_SCATTER 0STEP"
     )
-    costs = Costs(
-        forward_s=(1.0,),
-        backward_s=(3.0,),
-        weight_s=(1.0,),
-        grad_sync_s=(4.0,),
-        param_gather_s=(1.0,),
-    )
+    costs = replace(Costs.uniform(1, backward_s=3.0, grad_sync_s=4.0), weight_s=(1.0,))
+    costs = replace(costs, param_gather_s=(1.0,))
     shares = ((0.4, 0.25), (0.6, 0.5), (1.0, 1.0))
     seconds = [simulate(plan, costs, Link(shard_shares=s)).period_s for s in ((), shares)]
     assert seconds == [8.0 + 4.0, 9.0 + 3.0]

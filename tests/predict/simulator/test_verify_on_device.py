@@ -1,5 +1,6 @@
 """Hardware queues: every schedule of ours ends with one, and what does not end is refused."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -8,26 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.plan.compile import forward_only
-from megatron.fold3d.plan.device_queues import (
-    CONNECTIONS,
-    MOST_OUTSTANDING,
-    UNFINISHED_SENDS,
-)
+from megatron.fold3d.plan.device_queues import CONNECTIONS, MOST_OUTSTANDING, UNFINISHED_SENDS
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
 from megatron.fold3d.plan.ops import COMPUTE_OPS, RECV_OPS, SEND_OPS
 from megatron.fold3d.plan.passes.grad_sync import aligned_grad_sync
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.transfers import add_p2p
-from megatron.fold3d.plan.schedules import (
-    FORWARDS_AHEAD,
-    ONE_SEGMENT_SCHEDULES,
-    SCHEDULES,
-    build,
-)
+from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, ONE_SEGMENT_SCHEDULES, SCHEDULES
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.simulator.device_run import verify_on_device
 from megatron.fold3d.runtime.transfers import p2p
-from tests.plans import planned
+from tests.plans import built, planned
 
 # Rank 0 posts the receive of 1B2's result while rank 1 needs 0F1 to come to it.
 EARLY_RECEIVE = """
@@ -40,11 +32,11 @@ EARLY_RECEIVE = """
 def orders(draw: st.DrawFn) -> Plan:
     schedule = draw(st.sampled_from(SCHEDULES))
     pp = draw(st.integers(1, 8))
-    return build(
+    return built(
         schedule,
-        num_ranks=pp,
-        num_segments=1 if schedule in ONE_SEGMENT_SCHEDULES else draw(st.integers(1, 4)),
-        num_microbatches=draw(st.integers(1, 16)),
+        pp,
+        1 if schedule in ONE_SEGMENT_SCHEDULES else draw(st.integers(1, 4)),
+        draw(st.integers(1, 16)),
         group_size=draw(st.integers(pp, 2 * pp + 2)) if schedule == "interleaved" else None,
         forwards_ahead=draw(st.none() | st.integers(1, 3)) if schedule in FORWARDS_AHEAD else None,
     )
@@ -67,9 +59,7 @@ def ways(draw: st.DrawFn) -> Callable[..., Plan]:
 
 @pytest.mark.slow
 @given(orders(), ways(), st.booleans(), st.sampled_from(CONNECTIONS), st.integers(1, 4))
-def test_every_plan_of_ours_ends_on_a_gpu(
-    order: Plan, made: Callable[..., Plan], tensor_parallel: bool, connections: int, ahead: int
-):
+def test_every_plan_of_ours_ends_on_a_gpu(order, made, tensor_parallel, connections, ahead):
     # Receives are posted so far ahead if the queues allow it.
     plan = made(order, receives_ahead=1 if connections == 1 else ahead)
     verify_on_device(plan, connections, tensor_parallel=tensor_parallel)
@@ -89,18 +79,16 @@ def test_a_receive_that_is_posted_too_early_blocks_what_it_waits_for():
         verify_on_device(plan, connections)
     with pytest.raises(PlanError) as refused:
         verify_on_device(plan, 1)
-    assert str(refused.value).splitlines() == [
+    message, *grid = str(refused.value).splitlines()
+    assert message == (
         "deadlock with one hardware queue: rank 0 is held up at 0RECV_B2 until 0RECV_B0 is over; "
-        "rank 1 is held up at 1F1 until 1RECV_F1 is over",
-        "  rank  0 | 0F0          0SEND_F0     0RECV_B0     0RECV_B1    >0RECV_B2<    "
-        "0F1          0SEND_F1     0F2          0SEND_F2",
-        "  rank  1 | 1RECV_F0     1RECV_F1     1F0         >1F1<         1RECV_F2     "
-        "1F2          1B0          1SEND_B0",
-    ]
+        "rank 1 is held up at 1F1 until 1RECV_F1 is over"
+    )
+    assert [re.findall(">(.*)<", row) for row in grid] == [["0RECV_B2"], ["1F1"]]
 
 
 @pytest.mark.parametrize("posted", [MOST_OUTSTANDING - 1, MOST_OUTSTANDING])
-def test_the_host_waits_when_nccl_has_no_room_left(posted: int):
+def test_the_host_waits_when_nccl_has_no_room_left(posted):
     # Rank 0 posts its receives before it issues what the first of them waits for.
     microbatches = range(posted)
     receives = " ".join(f"0RECV_B{m}" for m in microbatches)
@@ -126,48 +114,6 @@ def _message(action: Action) -> Action | None:
     if op is Op.SEND_F:
         return Action(stage + 1, Op.RECV_F, microbatch)
     return Action(stage - 1, Op.RECV_B, microbatch) if op is Op.SEND_B else None
-
-
-def _arrive_before(plan: Plan, rank: int, position: int) -> bool:
-    """Say whether all that a rank has posted arrives while its host stands at a computation."""
-    sent: set[Action | None] = set()
-    at, ends = [0] * plan.num_ranks, [*map(len, plan.programs)]
-    ends[rank] = position
-    moves = True
-    while moves:
-        moves = False
-        for number, program in enumerate(plan.programs):
-            while at[number] < ends[number]:
-                stage, op, microbatch = action = program[at[number]]
-                reads = Op.RECV_F if op is Op.FORWARD else Op.RECV_B
-                receive = Action(stage, reads, microbatch)
-                if op in COMPUTE_OPS and receive in program and receive not in sent:
-                    break
-                sent.add(_message(action))
-                at[number] += 1
-                moves = True
-    posted = {a for a in plan.programs[rank][:position] if a.op in (Op.RECV_F, Op.RECV_B)}
-    return at[rank] < position or posted <= sent
-
-
-@pytest.mark.parametrize("receives_late", [False, True])
-@pytest.mark.parametrize("segments", [1, 2])
-@pytest.mark.parametrize("pp", [2, 3, 4])
-@pytest.mark.parametrize("schedule", ["aiao", "afab"])
-def test_no_receive_depends_on_a_computation_behind_it(
-    schedule: str, pp: int, segments: int, receives_late: bool
-):
-    # A computation in which the allocator waits for the device would wait for such a receive.
-    for microbatches in (1, 2 * pp - 3, 2 * pp + 1):
-        order = build(schedule, num_ranks=pp, num_segments=segments, num_microbatches=microbatches)
-        plan = add_p2p(order, receives_late=receives_late)
-        arrive = [
-            _arrive_before(plan, rank, position)
-            for rank, program in enumerate(plan.programs)
-            for position, action in enumerate(program)
-            if action.op in COMPUTE_OPS
-        ]
-        assert all(arrive)
 
 
 def _hosts_end(plan: Plan, kind: Callable[[Action], object]) -> bool:
@@ -201,9 +147,7 @@ def _hosts_end(plan: Plan, kind: Callable[[Action], object]) -> bool:
 
 
 @given(orders(), ways())
-def test_first_launches_of_kernels_which_wait_for_the_device_hang_no_rank(
-    order: Plan, made: Callable[..., Plan]
-):
+def test_first_launches_of_kernels_which_wait_for_the_device_hang_no_rank(order, made):
     # CUDA loads a kernel's module when it is launched first, and waits for the device; autotuners
     # wait too. The first and the last stage have kernels of their own.
     ends = {0, order.num_stages - 1}
@@ -216,11 +160,11 @@ def test_first_launches_of_kernels_which_wait_for_the_device_hang_no_rank(
 
 def test_timers_that_wait_for_the_device_in_each_computation_hang_two_ranks():
     # As with `--timing-log-level 2`, which is refused.
-    plan = add_p2p(build("aiao", num_ranks=2, num_segments=2, num_microbatches=4))
+    plan = add_p2p(built("aiao", 2, 2, 4))
     assert not _hosts_end(plan, lambda action: action if action.op in COMPUTE_OPS else None)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "breadth-first"])
 def test_stocks_late_reductions_end_with_one_queue(schedule: str):
-    order = build(schedule, num_ranks=4, num_segments=2, num_microbatches=8)
+    order = built(schedule, 4, 2, 8)
     verify_on_device(aligned_grad_sync(order), 1, tensor_parallel=True)

@@ -115,9 +115,7 @@ def test_the_ablation_names_the_system_that_a_cluster_cannot_run():
     assert any(note.startswith("zero3 on V100 100 Gb/s: no fp16") for note in ablation().notes)
 
 
-def test_without_matplotlib_one_line_says_how_to_get_pictures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_without_matplotlib_one_line_says_how_to_get_pictures(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert command.main(["fig14"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith(NO_PICTURE)

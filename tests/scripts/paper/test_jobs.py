@@ -230,9 +230,7 @@ def test_a_run_of_another_job_than_its_tasks_is_refused_by_name(
 @pytest.mark.processes  # matplotlib lists the system's fonts once
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
-def test_what_ran_is_drawn_as_measured_with_its_spread(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_what_ran_is_drawn_as_measured_with_its_spread(tmp_path, capsys):
     tasks, _ = tasks_of("ablation", tmp_path)
     for number, task in enumerate(tasks):
         (place_of(task, tmp_path) / "train.log").write_text(log(5000 + 100 * number) + "\n")
@@ -269,9 +267,7 @@ def test_columns_of_a_table_come_from_the_trace_and_its_iteration_from_the_log(t
         (["ablation", "--collect"], "tasks.json'; --emit"),
     ],
 )
-def test_what_cannot_be_run_or_collected_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-):
+def test_what_cannot_be_run_or_collected_says_why(tmp_path, capsys, words, message):
     with pytest.raises(SystemExit):
         command.main([*words, str(tmp_path)])
     assert message in capsys.readouterr().err

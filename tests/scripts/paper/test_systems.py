@@ -1,4 +1,3 @@
-from argparse import ArgumentParser
 from types import SimpleNamespace
 
 import pytest
@@ -24,9 +23,7 @@ PREEMPT = ("aiao+preempt", "fold3d")
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_megatron_takes_a_systems_flags_for_the_papers_39b(
-    name: str, parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
-):
+def test_megatron_takes_a_systems_flags_for_the_papers_39b(name, parser, monkeypatch):
     from megatron.training.arguments import validate_args
 
     properties = SimpleNamespace(major=8)
