@@ -35,14 +35,14 @@ def install_platform(device: str) -> ExitStack:
     from fold3d_patches import compile_helpers, cpu, many_queues, parsed_once, unfused_layers
     from megatron.fold3d.config.gpu_settings import has_fusion_kernel, has_many_queues
 
-    patches = [compile_helpers.patch()]
+    patches = [*compile_helpers.PATCHES]
     if versions.pretrain_parses_flags():
-        patches += parsed_once.patches()
+        patches += parsed_once.PATCHES
     if device == "cpu":
         patches += cpu.patches()
     else:
-        patches += () if has_fusion_kernel() else unfused_layers.patches()
-        patches += (many_queues.patch(),) if has_many_queues() else ()
+        patches += () if has_fusion_kernel() else unfused_layers.PATCHES
+        patches += many_queues.PATCHES if has_many_queues() else ()
     return apply(patches)
 
 
@@ -97,12 +97,12 @@ def install_schedule(
 
         parts = [*_parts(run)]
         executor = Executor(plans, [part for part in parts if not isinstance(part, Patch)])
-        patches += [get_forward_backward_func.patch(executor), *script_settings.patches()]
+        patches += [get_forward_backward_func.patch(executor), *script_settings.PATCHES]
         patches += [part for part in parts if isinstance(part, Patch)]
         if versions.sums_are_awaited_once():
             from fold3d_patches.schedule import finished_sums
 
-            patches += finished_sums.patches()
+            patches += finished_sums.PATCHES
     with apply(patches) as stack:
         if executor is not None:
             stack.push(executor)
@@ -194,11 +194,11 @@ def _parts(run: _Run) -> "Iterator[Part]":
     if c.cuts_every_segment:
         from fold3d_patches.schedule import gradient_buckets
 
-        yield from gradient_buckets.patches()
+        yield from gradient_buckets.PATCHES
     if c.job.steps_shards:
         from fold3d_patches.schedule import embedding_grads
 
-        yield embedding_grads.patch()
+        yield from embedding_grads.PATCHES
 
 
 def _made(feature: str, *args: object, patch: str = "") -> "Iterator[Part]":
