@@ -7,8 +7,6 @@ per process is the running thread's.
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, Self
 
 import torch
 from megatron.core import parallel_state, utils
@@ -20,45 +18,28 @@ from megatron.fold3d.runtime.device import make_current, on_current_stream
 _FIRST, _SECOND = 0, 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessState:
-    """Megatron's globals at one moment: what it keeps once per process.
+# Megatron's globals, of which each of two micro-batches needs its own: the other one runs during a
+# collective of a forward or backward.
+_GLOBALS = (
+    (parallel_state, "_GLOBAL_MEMORY_BUFFER"),  # where sequence parallelism gathers activations
+    (random, "IS_CHECKPOINTING"),  # whether a checkpointed function is running, or running again
+    (utils, "_nvtx_range_messages"),  # the names of the profiler's ranges that are open
+)
 
-    Each of two micro-batches needs a copy, so that the other one, which runs during a collective of
-    a forward or backward, does not change it.
 
-    Attributes:
-        memory_buffer: into which activations are gathered under sequence parallelism.
-        is_checkpointing: whether a checkpointed function is running, or running again.
-        random_name: the name of the random state that is in the generator.
-        random_states: the states of the generators, and the named states that are in no generator.
-        nvtx_ranges: the names of the profiler's ranges that are open.
-    """
+def keep_state() -> Callable[[], None]:
+    """Return a function that makes Megatron's state what it is now, that of random numbers too."""
+    values = [getattr(owner, name) for owner, name in _GLOBALS]
+    states = random._get_all_rng_states()
+    in_generator = random.get_cuda_rng_tracker()._current_state_name
 
-    memory_buffer: GlobalMemoryBuffer
-    is_checkpointing: bool
-    random_name: str
-    random_states: tuple[Any, ...]
-    nvtx_ranges: list[str]
+    def restore() -> None:
+        for (owner, name), value in zip(_GLOBALS, values, strict=True):
+            setattr(owner, name, value)
+        random.get_cuda_rng_tracker()._current_state_name = in_generator
+        random._set_all_rng_states(*states)
 
-    @classmethod
-    def now(cls) -> Self:
-        """Return the state as it is."""
-        return cls(
-            memory_buffer=parallel_state._GLOBAL_MEMORY_BUFFER,
-            is_checkpointing=random.IS_CHECKPOINTING,
-            random_name=random.get_cuda_rng_tracker()._current_state_name,
-            random_states=random._get_all_rng_states(),
-            nvtx_ranges=utils._nvtx_range_messages,
-        )
-
-    def restore(self) -> None:
-        """Make the state what it was."""
-        parallel_state._GLOBAL_MEMORY_BUFFER = self.memory_buffer
-        random.IS_CHECKPOINTING = self.is_checkpointing
-        random.get_cuda_rng_tracker()._current_state_name = self.random_name
-        random._set_all_rng_states(*self.random_states)
-        utils._nvtx_range_messages = self.nvtx_ranges
+    return restore
 
 
 class OtherFailedError(Exception):
@@ -93,7 +74,7 @@ class Baton:
         self._threads = (threading.get_ident(), None)
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
         self._running, self._error = [True, True], None
-        before = ProcessState.now()
+        restore = keep_state()
         stream = on_current_stream(device)
 
         def run_second() -> None:
@@ -101,7 +82,9 @@ class Baton:
             self._threads = (self._threads[_FIRST], threading.get_ident())
             if self._error is None:
                 make_current(device)
-                replace(before, memory_buffer=self._second_buffer, nvtx_ranges=[]).restore()
+                restore()
+                parallel_state._GLOBAL_MEMORY_BUFFER = self._second_buffer
+                utils._nvtx_range_messages = []
                 with stream:
                     self._run(second)
             self._running[_SECOND] = False
@@ -109,12 +92,12 @@ class Baton:
 
         self._pool.submit(run_second)
         self._run(first)
-        mine = ProcessState.now()
+        restore_mine = keep_state()
         self._running[_FIRST] = False
         while self._running[_SECOND]:
             self._turns[_SECOND].release()
             self._turns[_FIRST].acquire()
-        mine.restore()
+        restore_mine()
         self._threads = (None, None)
         if self._error is not None:
             raise self._error
@@ -136,10 +119,10 @@ class Baton:
         me = self._threads.index(threading.get_ident())
         other = 1 - me
         if self._running[other] and self._error is None:
-            kept = ProcessState.now()
+            restore = keep_state()
             self._turns[other].release()
             self._turns[me].acquire()
-            kept.restore()
+            restore()
         if self._error is not None:
             raise OtherFailedError
 
