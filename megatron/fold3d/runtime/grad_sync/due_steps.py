@@ -7,7 +7,7 @@ begins. They do not start earlier, because between two iterations Megatron runs 
 collectives, for norms and losses, which would have to share the links.
 
 Right before a chunk's first forward, this rank waits for the chunk's gradients and takes the
-optimizer step of their iteration. `Sums` runs the reductions; this module takes the steps.
+optimizer step of their iteration. `StageGradients` reduces, this module steps.
 
     segments 0 and 1 of a rank; a is the backward share of a segment's DP.sync, b the rest
 
@@ -46,7 +46,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.compile import Job
-from megatron.fold3d.plan.ir import Action, Op, carried
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, carried
 from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
@@ -58,7 +58,11 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
 )
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
-from megatron.fold3d.runtime.grad_sync.sums import UNCUT, Sums, reduced_in_iteration
+from megatron.fold3d.runtime.grad_sync.stage_gradients import (
+    UNCUT,
+    StageGradients,
+    reduced_in_iteration,
+)
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
@@ -97,13 +101,12 @@ class DueSteps(Feature):
         communicator: "PreemptiveCommunicator | None" = None,
         recorder: Events = UNHEARD,
     ) -> None:
-        self.sums = Sums(recorder)  # of no chunk yet
         self.is_free = not config.clips_or_scales  # a young model's gradients are large
         self._config = config
         self._communicator, self._recorder = communicator, recorder
 
         # Known with the first iteration.
-        self._chunks: Sequence[Any] = ()
+        self._gradients: dict[Any, StageGradients] = {}  # by chunk
         self._reduced_in_iteration: AbstractSet[torch.nn.Parameter] = frozenset()
         self._norm_bound: NormBound | None = None
         self._in_iteration = False
@@ -142,11 +145,10 @@ class DueSteps(Feature):
             self.take_all()
             return
         self._in_iteration = True
-        if not self._chunks:
+        if not self._gradients:
             self._connect(iteration)
         if self._norm_bound is not None:
             self._norm_bound.clear()
-        self.sums.name_after(iteration)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return handlers that sum, step and gather what is carried; all else is DDP's."""
@@ -163,12 +165,12 @@ class DueSteps(Feature):
                 return
             if action.stage in stepped:
                 self._complete(chunk(action), iteration.unfinished.get(action.stage, ()))
-            self.sums.start_until(chunk(action), action.end)
+            self._gradients[chunk(action)].start_until(action.end)
 
         def keep(action: Action) -> None:
             inner[Op.REDUCE_KEPT](action)
             self._complete(chunk(action))
-            self.sums.keep(chunk(action))
+            self._gradients[chunk(action)].keep()
 
         def step(action: Action) -> None:
             if action.stage in late:
@@ -186,7 +188,7 @@ class DueSteps(Feature):
         return {
             **dict.fromkeys(SUM_OPS, reduce),
             Op.REDUCE_KEPT: keep,
-            Op.FINALIZE: lambda action: self.sums.finish_kept(chunk(action)),
+            Op.FINALIZE: lambda action: self._gradients[chunk(action)].finish_kept(),
             Op.STEP: step,
             Op.ALL_GATHER: gather,
         }
@@ -197,9 +199,9 @@ class DueSteps(Feature):
 
     def _complete(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> None:
         """Note which of a chunk's gradients are complete: all but those of ``unfinished``."""
-        pieces = self.sums.complete(chunk, unfinished)
+        pieces = self._gradients[chunk].complete(unfinished)
         if self._norm_bound is not None:
-            self._norm_bound.add(self._chunks.index(chunk), pieces)
+            self._norm_bound.add([*self._gradients].index(chunk), pieces)
 
     def finish_step(self, chunk: Any) -> bool:
         """If a chunk's step is due, wait for its gradients, take the step and zero them.
@@ -208,7 +210,7 @@ class DueSteps(Feature):
             Whether the step was due.
         """
         if chunk not in self._due:
-            assert not self.sums.is_running(chunk), "its gradients were not waited for"
+            assert not self._is_summed(chunk), "its gradients were not waited for"
             return False
         assert self._step is not None
         self._wait_for(chunk)
@@ -238,11 +240,11 @@ class DueSteps(Feature):
             logs: whether Megatron logs this iteration; it always logs the first of a run.
         """
         self._report_norm()
-        late = [chunk for chunk in self._chunks if self.sums.is_running(chunk)]
-        reduced = [chunk for chunk in self._chunks if chunk not in late]
+        late = [chunk for chunk in self._gradients if self._is_summed(chunk)]
+        reduced = [chunk for chunk in self._gradients if chunk not in late]
         if not (late and self._may_be_late(optimizer, reduced, late)):
             self._num_whole += 1
-            self.sums.start_left()
+            self._start_left()
             for chunk in late:
                 self._wait_for(chunk)
             outcome = whole_step()
@@ -252,13 +254,9 @@ class DueSteps(Feature):
         self._report = report
         self._num_late += 1
         self._needed = max(1, self._needed // 2)
-        shares = self._shares or (1.0,) * len(self._chunks)
-        self._count_rest(
-            sum(
-                (1 - share) * self.sums.gradients[chunk].num_bytes
-                for chunk, share in zip(self._chunks, shares, strict=True)
-            )
-        )
+        shares = self._shares or (1.0,) * len(self._gradients)
+        of_chunks = zip(self._gradients.values(), shares, strict=True)
+        self._count_rest(sum((1 - share) * its.num_bytes for its, share in of_chunks))
         self._step = PartialStep(optimizer, iteration)
         if parameters := [p for chunk in reduced for p in chunk.parameters()]:
             self._step.take(parameters)
@@ -270,7 +268,7 @@ class DueSteps(Feature):
 
     def scale(self, upstream: Callable[..., None], chunk: Any, factor: Any) -> None:
         """Scale a chunk's gradients as ``upstream`` does; once reduced, if they still are."""
-        if self.sums.is_running(chunk):
+        if self._is_summed(chunk):
             self._scaling[chunk] = factor
         else:
             upstream(chunk, factor)
@@ -283,8 +281,8 @@ class DueSteps(Feature):
 
     def take_all(self) -> None:
         """Finish all reductions and due steps; the parameters are then up to date."""
-        self.sums.start_left()
-        for chunk in [chunk for chunk in self._chunks if chunk in self._due]:
+        self._start_left()
+        for chunk in [chunk for chunk in self._gradients if chunk in self._due]:
             self.finish_step(chunk)
             if self._is_sharded:
                 chunk.start_param_sync(force_sync=True)
@@ -299,7 +297,7 @@ class DueSteps(Feature):
         if self._in_iteration or error is not None:
             return
         self.take_all()
-        for chunk in self._chunks:
+        for chunk in self._gradients:
             self._wait_for(chunk)
         if self._num_late or self._num_whole:
             log_single_rank(
@@ -313,7 +311,7 @@ class DueSteps(Feature):
     def _gather(self, chunk: Any) -> None:
         """Start to gather a stepped chunk's parameters, if they are sharded."""
         if self._is_sharded:
-            self.sums.gather(chunk)
+            self._gradients[chunk].gather()
 
     def _may_be_late(self, optimizer: Any, reduced: Sequence[Any], late: Sequence[Any]) -> bool:
         """True if the step is certain to be neither clipped nor skipped."""
@@ -347,20 +345,32 @@ class DueSteps(Feature):
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
         slice_bytes = UNCUT if self._config.choice.slices else self._config.slice_bytes
-        self.sums = Sums(self._recorder, chunks, self._reduced_in_iteration, slice_bytes, ours)
+        cut = self._reduced_in_iteration, slice_bytes, ours
+        for segment, chunk in enumerate(chunks):
+            stage = segment * iteration.plan.num_ranks + iteration.rank
+            self._gradients[chunk] = StageGradients(chunk, stage, self._recorder, *cut)
         if self._config.clips_or_scales:
             self._norm_bound = NormBound(chunks, iteration.device)
-        self._chunks = chunks
+
+    def _is_summed(self, chunk: Any) -> bool:
+        """True while gradients of a chunk are being summed, and are not waited for."""
+        return chunk in self._gradients and self._gradients[chunk].is_running
+
+    def _start_left(self) -> None:
+        """Start all that is complete and was not started, lowest chunk first."""
+        for gradients in self._gradients.values():
+            gradients.start_until(WHOLE)
 
     def _wait_for(self, chunk: Any) -> None:
         """Wait for a chunk's reduction, if one is in flight, then apply a deferred scaling."""
-        self.sums.wait(chunk)
+        if chunk in self._gradients:
+            self._gradients[chunk].wait()
         if (factor := self._scaling.pop(chunk, None)) is not None:
             chunk.scale_gradients(factor)
 
     def _count_rest(self, num_bytes: float) -> None:
         """Record in the trace which share of the gradients is reduced in the next iteration."""
-        buckets = (b for group in bucket_groups(*self._chunks) for b in group.buckets)
+        buckets = (b for group in bucket_groups(*self._gradients) for b in group.buckets)
         if all_bytes := sum(bucket.grad_data.nbytes for bucket in buckets):
             self._recorder.count("deferred_grad_sync_share", num_bytes / all_bytes)
 
