@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fold3d_patches.registry import Patch, around
-from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads, Parallel
+from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
 
 
 def patch(delayed: DelayedWeightGrads) -> Patch:
@@ -36,7 +36,7 @@ def patch(delayed: DelayedWeightGrads) -> Patch:
         if not delayed.concerns(weight):
             return upstream(input, weight, *args, **named)
         # Layers give all of these by name.
-        of_ranks = named["allreduce_dgrad"], named["sequence_parallel"], named["tp_group"]
-        return delayed.linear(input, weight, named["bias"], Parallel(*of_ranks))
+        of_ranks = {n: named[n] for n in ("allreduce_dgrad", "sequence_parallel", "tp_group")}
+        return delayed.linear(input, weight, named["bias"], **of_ranks)
 
     return linear

@@ -2,17 +2,8 @@
 
 For each iteration the executor makes a new table with a handler for each op. Features fill the
 table, from the innermost outwards: each receives the table so far, and returns handlers for its own
-ops and wrappers around other features' handlers. A feature that is off is not in the list.
-
-        features  [preemption, pairs, transfers, trace, grad sync, weight grads, offload]
-                        outermost ──────────────────────────────────────> innermost
-
-        a BACKWARD    transfers   take the gradient of the output, announce the next send
-                        trace       note the begin of the computation
-                          grad sync   let DDP's hooks reduce, before the last backward
-                            weight grads   keep their operands
-                              offload     wait for the reloaded activations
-                                Megatron's backward_step
+ops and wrappers around other features' handlers (docs/architecture.md, Executor and features). A
+feature that is off is not in the list.
 
 Keeps one invariant: a feature may change when something happens, never what is computed.
 """

@@ -69,7 +69,7 @@ def steps(parts: Sequence[list[int]]) -> tuple[list[list[float]], list[Any], lis
             _, norm, _ = optimizer.step()
             optimizer.zero_grad()
         else:
-            late = PartialStep(optimizer, iteration)
+            late = PartialStep(optimizer)
             for number, part in enumerate(parts):
                 for group in inner.param_groups if number else ():
                     group["lr"], group["weight_decay"] = 7.0, 7.0  # the scheduler went on

@@ -25,10 +25,8 @@ data in the order in which the forward needs it.
     DP.sync            ── 0a ── 0b ─┬─ gather 0 ── 1b ─┬─ gather 1 ── 2b ─
     compute                         step 0   .. 0F ..  step 1 .. 0F .. │ 1F
 
-A run that may clip or skip steps has two plans. `free` carries DP.sync; with `clipped` DP.sync ends
-with the iteration. The run begins with `clipped`, and switches to `free` after a step that is not
-clipped. If a step of `free` has to wait for all gradients, the run switches back. The next switch
-to `free` then needs twice as many unclipped steps in a row.
+A run that may clip or skip steps has two plans: `DueSteps.is_free` tells when DP.sync is carried
+(docs/architecture.md, Steps that may be clipped or skipped).
 
 Keeps one invariant: from the start of a chunk's reduction until its step, no other code reads the
 chunk's gradients, adds to them or zeroes them, or reads its parameters. Gradients that Megatron
@@ -119,8 +117,7 @@ class DueSteps(Feature):
 
         # Of the step that Megatron asked for last.
         self._step: PartialStep | None = None
-        self._report: Report | None = None
-        self._is_logged = False  # its norm
+        self._tell: Report = lambda _norm: None
         self._bound: Bound | None = None
         self._num_calm = 0  # of the latest steps: in a row neither clipped nor skipped
         self._needed = 1  # of these, before a step may be late
@@ -250,14 +247,23 @@ class DueSteps(Feature):
             outcome = whole_step()
             self._choose_next(optimizer.config, outcome, had_to_wait=bool(late))
             return outcome
-        self._is_logged = logs or not (self._num_late or self._num_whole)
-        self._report = report
+        known = "" if self._bound is None else f", bound {self._bound.norm:.6g}"
+        is_logged = logs or not (self._num_late or self._num_whole)
+
+        def tell(norm: float) -> None:
+            if is_logged:
+                told = iteration, norm, known
+                log_single_rank(logger, logging.INFO, "grad norm of iteration %s: %s%s", *told)
+            if report is not None:
+                report(norm)
+
+        self._tell = tell
         self._num_late += 1
         self._needed = max(1, self._needed // 2)
         shares = self._shares or (1.0,) * len(self._gradients)
         of_chunks = zip(self._gradients.values(), shares, strict=True)
         self._count_rest(sum((1 - share) * its.num_bytes for its, share in of_chunks))
-        self._step = PartialStep(optimizer, iteration)
+        self._step = PartialStep(optimizer)
         if parameters := [p for chunk in reduced for p in chunk.parameters()]:
             self._step.take(parameters)
         if not self._gathers_later:
@@ -377,15 +383,6 @@ class DueSteps(Feature):
     def _report_norm(self) -> None:
         """Log and report the gradient norm of the last deferred step, now that it is complete."""
         assert not self._due, "a chunk ran no forward since its step became due"
-        if self._step is None:
-            return
-        norm = self._step.grad_norm()
-        if self._is_logged:
-            known = "" if self._bound is None else f", bound {self._bound.norm:.6g}"
-            iteration = self._step.iteration
-            log_single_rank(
-                logger, logging.INFO, "grad norm of iteration %s: %s%s", iteration, norm, known
-            )
-        if self._report is not None:
-            self._report(norm)
+        if self._step is not None:
+            self._tell(self._step.grad_norm())
         self._step = None

@@ -91,7 +91,7 @@ class Offloader(Feature):
         self._travels: frozenset[Key] = frozenset()
         self._lasting: frozenset[int] = frozenset()
         self._smallest_bytes = 0
-        self._now = _Now()
+        self._now = threading.local()  # what a forward collects; of a pair each has a thread
         self._away: dict[Key, _Away] = {}
         self._leaving: deque[list[_Away]] = deque()  # by computations left
 
@@ -189,9 +189,10 @@ class Offloader(Feature):
 
     def checkpoint(self, upstream: Callable[..., Any], *args: Any) -> Any:
         """Run what is recomputed as Megatron's ``checkpoint`` does; collect the inputs it saves."""
-        if self._now.collecting is None or self._everything:
+        collecting = getattr(self._now, "collecting", None)
+        if collecting is None or self._everything:
             return upstream(*args)
-        with self._now.collecting.hooks():
+        with collecting.hooks():
             return upstream(*args)
 
     def offload(self, action: Action, held: torch.Tensor | None) -> None:
@@ -282,12 +283,6 @@ class Offloader(Feature):
     def _hold(self) -> None:
         self.held += 1
         self.peak = max(self.peak, self.held)
-
-
-class _Now(threading.local):
-    """What the running forward collects, if anything; of a pair each has a thread."""
-
-    collecting: SavedTensors | None = None
 
 
 @dataclass(slots=True, eq=False)
