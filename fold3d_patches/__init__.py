@@ -79,7 +79,7 @@ def install_schedule(
     if run.delta is not None:  # first: a trace of gathers is around them
         patches += _ours("delta_gather:patches")(run.delta)
     if run.tracer is not None:
-        patches += _ours("trace:patches")(run.tracer, config)
+        patches += _traced(run)
     if config.choice.order != "stock":
         parts = [*_parts(run)]
         features = [part for part in parts if not isinstance(part, Patch)]
@@ -144,7 +144,7 @@ def _parts(run: _Run) -> "Iterator[Part]":
     if run.communicator is not None:
         yield run.communicator
     if run.baton is not None:
-        yield _runtime("tensor_parallel.paired_microbatches:PairedMicrobatches")(run.baton)
+        yield run.baton
         yield _ours("schedule.tensor_parallel_group:patch")(run.baton, run.recorder)
         yield from _ours("schedule.paired_layers:patches")(run.baton)
     if c.num_ranks > 1:
@@ -227,6 +227,17 @@ def _metrics() -> Any:
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     return _runtime("trace.metrics:Metrics")(get_tensorboard_writer, get_wandb_writer)
+
+
+def _traced(run: _Run) -> Iterator[Patch]:
+    """Yield what a trace of a run needs beside the features that tell its recorder."""
+    yield from _ours("trace.spans:iteration")(run.tracer)
+    yield from _ours("trace.collectives:patches")(run.tracer)
+    yield from _ours("trace.spans:updates")(run.tracer)
+    if run.config.choice.order == "stock":  # our executor records its own computations
+        yield from _ours("trace.spans:computations")(run.tracer)
+    if run.config.records_tp_sync and run.baton is None:  # pairs have it
+        yield _ours("schedule.tensor_parallel_group:patch")(recorder=run.recorder)
 
 
 def _marks(config: "Fold3DConfig") -> Sequence[Patch]:

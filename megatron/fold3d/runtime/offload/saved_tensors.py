@@ -20,6 +20,13 @@ class SavedTensors:
         device: the compute device; tensors elsewhere stay where they are.
         smallest_bytes: tensors whose storage is smaller stay on the device.
         lasting: addresses of storages that outlive the iteration; their tensors stay as well.
+
+    Attributes:
+        num_bytes: of the slot, from `flat` on.
+        held: the stage's input, ``[seq, batch, hidden]``, which the schedule keeps only for its
+            gradient; its storage is emptied, too. None in the first stage.
+        slot: the host memory that they are copied to; ``buffer`` the memory they are copied back
+            to. Both are ``uint8``; ``copied`` is the event of the latest copy.
     """
 
     def __init__(self, device: torch.device, smallest_bytes: int, lasting: frozenset[int]) -> None:
@@ -28,6 +35,11 @@ class SavedTensors:
         self._lasting = lasting
         self._parts: dict[int, _Part] = {}  # by address, while all are on the device
         self._moved: list[_Part] = []
+        self.num_bytes = 0
+        self.held: torch.Tensor | None = None
+        self.slot: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None
+        self.copied: Any = None
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Return a context in which all tensors that autograd saves are collected."""
@@ -43,21 +55,17 @@ class SavedTensors:
         for part in self._moved:
             part.begin, end = end, end + aligned(part.num_bytes)
         flats = [part.flat for part in self._moved if part.flat is not None]
-        return flats, max(end, ALIGNMENT)
+        self.num_bytes = max(end, ALIGNMENT)
+        return flats, self.num_bytes
 
     def places(self, slot: torch.Tensor) -> list[torch.Tensor]:
         """Return views of a slot, ``[num_bytes]`` of ``uint8``: where each of `flat` belongs."""
         return [slot[part.begin : part.begin + part.num_bytes] for part in self._moved]
 
-    def leave(self, held: torch.Tensor | None) -> None:
-        """Drop the storages; they must have been copied, and compute must have waited for that.
-
-        Args:
-            held: the stage's input, ``[seq, batch, hidden]``, which the schedule keeps only for
-                its gradient; its storage is emptied. None in the first stage.
-        """
-        if held is not None:
-            storage = held.untyped_storage()
+    def leave(self) -> None:
+        """Drop the storages; they must have been copied, and compute must have waited for that."""
+        if self.held is not None:
+            storage = self.held.untyped_storage()
             part = self._parts.get(storage.data_ptr())
             if part is not None and part in self._moved:
                 storage.resize_(0)

@@ -1,19 +1,29 @@
-"""Two threads that take turns: only the one that holds the baton runs.
+"""``pairs=on``: two threads that take turns at micro-batches; only the one with the baton runs.
+
+Only the handler of a chain's last action does something: it runs all actions of the chain on two
+sides. Each side takes the next action of the program: a transfer, a copy, or a computation, within
+which the side hands over. So a rank starts its actions in the order of its program.
 
 Keeps one invariant: one of the two threads runs at any moment, and the state that Megatron keeps
 per process is the running thread's.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import torch
 from megatron.core import parallel_state, utils
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import GlobalMemoryBuffer
 
+from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.ops import COPY_OPS, P2P_OPS
+from megatron.fold3d.plan.passes.pairs import PAIRED_OPS, chains
 from megatron.fold3d.runtime.device import make_current, on_current_stream
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, note_place
 
 _FIRST, _SECOND = 0, 1
 
@@ -46,8 +56,11 @@ class OtherFailedError(Exception):
     """Ends one side of a pair after the other has failed; never leaves `Baton.run`."""
 
 
-class Baton:
-    """Runs two functions in turn, on the calling thread and on a thread of its own."""
+class Baton(Feature):
+    """Runs two functions in turn, on the calling thread and on a thread of its own.
+
+    As a feature it runs the chains of a program; process groups of layers hand it over.
+    """
 
     def __init__(self) -> None:
         self._second_buffer = GlobalMemoryBuffer()
@@ -102,6 +115,34 @@ class Baton:
         if self._error is not None:
             raise self._error
 
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return handlers that run chains; evaluation has none."""
+        if not iteration.trains:
+            return {}
+        by_last = {of_chain[-1]: of_chain for of_chain in chains(iteration.program)}
+        chained = frozenset(chain.from_iterable(by_last.values()))
+
+        def run(action: Action) -> None:
+            try:
+                inner[action.op](action)
+            except Exception as error:
+                note_place(error, iteration.rank, action)
+                raise
+
+        def handler(action: Action) -> None:
+            if action in by_last:
+                left = deque(by_last[action])
+
+                def side() -> None:
+                    while left:
+                        run(left.popleft())
+
+                self.run(side, side, iteration.device)
+            elif action not in chained:
+                run(action)
+
+        return dict.fromkeys(PAIRED_OPS | P2P_OPS | COPY_OPS, handler)
+
     def side(self) -> int:
         """Return 1 on the thread of the second function while `run` runs, else 0."""
         return int(threading.get_ident() == self._threads[_SECOND])
@@ -126,8 +167,8 @@ class Baton:
         if self._error is not None:
             raise OtherFailedError
 
-    def close(self) -> None:
-        """End the second thread."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End the thread of second micro-batches."""
         self._pool.shutdown(wait=False)
 
     def _run(self, function: Callable[[], None]) -> None:
