@@ -92,6 +92,7 @@ class AutoSchedule(Feature):
         self._follows_itself = False  # it runs the same choice as the one before
         self._note: Callable[[], None] | None = None  # its time, if it counts and the step is taken
 
+    @property
     def _is_free(self) -> bool:
         return self._due is None or self._due.is_free
 
@@ -175,7 +176,7 @@ class AutoSchedule(Feature):
             preemptive=config.preemptive_comm,
             shard_shares=started_shares(num_layers, config.num_replicas),
             # Steps that may be clipped come after an all-reduce: nothing else carries steps.
-            shards=self._chooses_all and not self._is_free(),
+            shards=self._chooses_all and not self._is_free,
         )
 
     def receive(self) -> None:
@@ -184,7 +185,7 @@ class AutoSchedule(Feature):
         dist.broadcast_object_list(found, src=0)
         if found[0] is None:
             return
-        self._trials[self._size] = trial = Trial(found[0].choices, self._times, self._is_free)
+        self._trials[self._size] = trial = Trial(found[0].choices, self._times)
         self._end_search()
         self._advise(found[0])
         self._tell(trial)
@@ -218,7 +219,7 @@ class AutoSchedule(Feature):
         """Return the job of the iteration that begins: ``first`` until the search has ended."""
         trial, number = self._trials.get(self._size), self._iterations + 1
         if trial is not None:
-            self._index = trial.current()
+            self._index = trial.current(free=self._is_free)
             return trial.choices[self._index].job
         self._index = 0
         splits = "wgrad" in self._config.auto or self._config.apart
@@ -229,14 +230,14 @@ class AutoSchedule(Feature):
     def _timed(self) -> Callable[[], None] | None:
         """Start the clock of an iteration if its time counts; return what notes the time."""
         trial, index = self._trials.get(self._size), self._index
-        if trial is None or not trial.untimed():
+        if trial is None or not trial.untimed(free=self._is_free):
             return None
         carries = trial.choices[index].choice.carries
         is_steady = not carries or self._due is None or self._due.has_due
         passed_s = clock(self._device)
 
         def note() -> None:
-            if carries and not self._is_free():
+            if carries and not self._is_free:
                 return  # the step had to wait
             trial.repeats += 1
             if not (is_steady or trial.repeats > _MOST_REPEATS):
@@ -252,8 +253,9 @@ class AutoSchedule(Feature):
 
     def _tell(self, trial: Trial) -> None:
         """Log the kept choice, unless other choices still have to be timed."""
-        if dist.get_rank() == 0 and not trial.untimed():
-            logger.info("%s", trial.table(self._config.measuring_flag, self._trained))
+        if dist.get_rank() == 0 and not trial.untimed(free=self._is_free):
+            flag, after = self._config.measuring_flag, self._trained
+            logger.info("%s", trial.table(flag, free=self._is_free, after=after))
 
 
 def _advise_sharding(predicted: Sequence[Predicted], sharded: Predicted) -> None:

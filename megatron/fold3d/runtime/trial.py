@@ -1,6 +1,6 @@
 """The choices that a run tries for one number of micro-batches, and what is told of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from megatron.fold3d.policy.predicted import Predicted
@@ -11,9 +11,6 @@ TIMED = 2  # iterations of each choice; the faster one counts
 class Trial:
     """The choices for one number of micro-batches; equal on all ranks except for `times_s`.
 
-    Args:
-        is_free: returns whether DP.sync may reach into the next iteration.
-
     Attributes:
         choices: the first choice, then those to try.
         times_s: by choice, the times of its iterations that count, on this rank.
@@ -21,41 +18,44 @@ class Trial:
         repeats: iterations of the choice that is tried, so far without a second time.
     """
 
-    def __init__(
-        self, choices: Sequence[Predicted], measured: object, is_free: Callable[[], bool]
-    ) -> None:
+    def __init__(self, choices: Sequence[Predicted], measured: object = "nothing") -> None:
         self.choices = choices
         self.times_s: list[list[float]] = [[] for _ in choices]
         self.measured_s = [inf] * len(choices)
         self.repeats = 0
-        self._measured, self._is_free = measured, is_free
+        self._measured = measured
 
-    def untimed(self) -> list[int]:
+    def untimed(self, *, free: bool) -> list[int]:
         """Return the choices that have to be timed before one of them is chosen."""
-        fitting = self._fitting()
+        fitting = self._fitting(free=free)
         return [i for i in fitting if len(self.times_s[i]) < TIMED] if len(fitting) > 1 else []
 
-    def current(self) -> int:
-        """Return the choice that runs now: what is not yet timed, or the fastest."""
-        if untimed := self.untimed():
-            return untimed[0]
-        return min(self._fitting(), key=self.measured_s.__getitem__)
+    def current(self, *, free: bool) -> int:
+        """Return the choice that runs now: what is not yet timed, or the fastest.
 
-    def table(self, flag: str, after: int) -> str:
+        Args:
+            free: whether DP.sync may reach into the next iteration.
+        """
+        if untimed := self.untimed(free=free):
+            return untimed[0]
+        return min(self._fitting(free=free), key=self.measured_s.__getitem__)
+
+    def table(self, flag: str, *, free: bool, after: int) -> str:
         """Return, line by line, what was measured, predicted, tried and kept.
 
         Args:
             flag: what leaves the choice to the run.
+            free: whether DP.sync may reach into the next iteration.
             after: how many iterations the run has trained: `compare` counts those behind them.
         """
-        kept = self.current()
+        kept = self.current(free=free)
         rows: list[Sequence[str]] = [("choice", "predicted", "took", "")]
         for i, one in enumerate(self.choices):
             notes = [f"kept after {after} iterations"] if i == kept else []
             if one.job.shares and one.choice.carries:
                 shares = ", ".join(f"{share:.2f}" for share in one.job.shares)
                 notes.append(f"shares of DP.sync behind a stage's backwards {shares}")
-            if one.choice.carries and not self._is_free():
+            if one.choice.carries and not free:
                 notes.append("waits until steps are not clipped")
             times = (f"{s:.4g} s" if s < inf else "-" for s in (one.seconds, self.measured_s[i]))
             rows.append((str(one.choice), *times, "; ".join(notes)))
@@ -68,8 +68,7 @@ class Trial:
             lines.append("nothing else that fits is predicted to be faster")
         return "\n  ".join([f"{flag} measured {self._measured}", *lines])
 
-    def _fitting(self) -> list[int]:
+    def _fitting(self, *, free: bool) -> list[int]:
         """Return what may run; if all carry steps, what was predicted best, which then does not."""
-        free = self._is_free()
         fitting = [i for i, one in enumerate(self.choices) if free or not one.choice.carries]
         return fitting or [min(1, len(self.choices) - 1)]
