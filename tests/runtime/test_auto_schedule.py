@@ -96,14 +96,10 @@ class Run:
         self.auto.prepare(iteration)
         name = chosen.choice.schedule
         self.now_s += seconds[name] if isinstance(seconds, dict) else seconds
-
-        def take() -> tuple[bool]:
-            if waits and chosen.choice.carries:
-                self.deferred.is_free = False
-            return (taken,)
-
         if ends:
-            self.auto.step(take)
+            self.auto.step(lambda: (taken,))
+        if waits and chosen.choice.carries:
+            self.deferred.is_free = False
         self.now_s += 100  # an evaluation, a checkpoint
         self.names.append(name)
         return name

@@ -89,15 +89,18 @@ class AutoSchedule(Feature):
         self._running: Any = None
 
         # Of the latest training iteration.
+        self._passed_s: Callable[[], float] | None = None  # since it began, if it is timed
+        self._took_s: float | None = None  # None if its step was not taken
         self._follows_itself = False  # it runs the same choice as the one before
-        self._note: Callable[[], None] | None = None  # its time, if it counts and the step is taken
+        self._is_steady = True
 
     @property
     def _is_free(self) -> bool:
         return self._due is None or self._due.is_free
 
     def decide(self, job: Job, rank: int) -> Job:
-        """Return the job that runs now."""
+        """Count the previous iteration; return the job that runs now."""
+        self._count()
         size, before = job.num_microbatches, (self._size, self._index)
         if size != self._size:
             self._size = size
@@ -124,7 +127,12 @@ class AutoSchedule(Feature):
         if self._times is not None:
             self.receive()
         self._trained += 1
-        self._note = self._timed() if self._follows_itself else None
+        self._passed_s = self._took_s = None
+        trial = self._trials.get(self._size)
+        if trial is not None and trial.untimed(free=self._is_free):
+            carries = trial.choices[self._index].choice.carries
+            self._is_steady = not carries or self._due is None or self._due.has_due
+            self._passed_s = clock(self._device)
 
     def step(self, take: Callable[[], Any]) -> Any:
         """Take Megatron's optimizer step; note its time and the time of the iteration that it ends.
@@ -139,8 +147,8 @@ class AutoSchedule(Feature):
         outcome = take()
         if outcome[0] and step_s is not None:
             self._recorder.step_s = step_s()
-        if outcome[0] and self._note is not None:
-            self._note()
+        if outcome[0] and self._passed_s is not None:
+            self._took_s = self._passed_s()
         return outcome
 
     def close(self, error: BaseException | None) -> None:
@@ -227,29 +235,24 @@ class AutoSchedule(Feature):
             return replace(first, order=split_in_place(first.computed))
         return first
 
-    def _timed(self) -> Callable[[], None] | None:
-        """Start the clock of an iteration if its time counts; return what notes the time."""
-        trial, index = self._trials.get(self._size), self._index
-        if trial is None or not trial.untimed(free=self._is_free):
-            return None
-        carries = trial.choices[index].choice.carries
-        is_steady = not carries or self._due is None or self._due.has_due
-        passed_s = clock(self._device)
-
-        def note() -> None:
-            if carries and not self._is_free:
-                return  # the step had to wait
-            trial.repeats += 1
-            if not (is_steady or trial.repeats > _MOST_REPEATS):
-                return
-            trial.times_s[index].append(passed_s())
-            if len(trial.times_s[index]) < TIMED:
-                return
-            trial.repeats = 0
-            (trial.measured_s[index],) = slowest([min(trial.times_s[index])], self._device)
-            self._tell(trial)
-
-        return note
+    def _count(self) -> None:
+        """Note the time of an iteration that has ended; compare choices after the last one."""
+        trial, index, took_s = self._trials.get(self._size), self._index, self._took_s
+        self._took_s = None
+        if trial is None or took_s is None or not self._follows_itself:
+            return
+        had_to_wait = trial.choices[index].choice.carries and not self._is_free
+        if had_to_wait or len(trial.times_s[index]) == TIMED:
+            return
+        trial.repeats += 1
+        if not (self._is_steady or trial.repeats > _MOST_REPEATS):
+            return
+        trial.times_s[index].append(took_s)
+        if len(trial.times_s[index]) < TIMED:
+            return
+        trial.repeats = 0
+        (trial.measured_s[index],) = slowest([min(trial.times_s[index])], self._device)
+        self._tell(trial)
 
     def _tell(self, trial: Trial) -> None:
         """Log the kept choice, unless other choices still have to be timed."""
