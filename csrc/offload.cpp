@@ -34,8 +34,6 @@ fold3d::PinnedMemory* fold3d_pinned_open(std::size_t num_bytes, int numa_node, u
 
 void* fold3d_pinned_data(const fold3d::PinnedMemory* memory) { return memory->data(); }
 
-void fold3d_pinned_close(fold3d::PinnedMemory* memory) { delete memory; }
-
 int fold3d_batched_copy(void* const* targets, const void* const* sources, const std::size_t* bytes,
                         std::size_t count, cudaStream_t stream) {
   return fold3d::batched_copy(targets, sources, bytes, count, stream);

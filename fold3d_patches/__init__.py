@@ -1,11 +1,11 @@
 """Binds fold3d to Megatron: chooses a run's features and patches from its configuration."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fold3d_patches.registry import Patch, apply
 from megatron.fold3d.upstream import versions
@@ -13,15 +13,8 @@ from megatron.fold3d.upstream import versions
 if TYPE_CHECKING:
     from megatron.fold3d.config.fold3d_config import Fold3DConfig
     from megatron.fold3d.plan.ir import Plan
-    from megatron.fold3d.runtime.events import Events
     from megatron.fold3d.runtime.feature import Feature
-    from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
     from megatron.fold3d.runtime.plans import Plans
-    from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
-    from megatron.fold3d.runtime.tensor_parallel.baton import Baton
-    from megatron.fold3d.runtime.trace.metrics import Metrics
-    from megatron.fold3d.runtime.trace.tracer import Tracer
-    from megatron.fold3d.runtime.transfers.pipeline_transfers import Connect
 
     Part = Feature | Patch  # of what a capability adds to a run
 
@@ -35,14 +28,14 @@ def install_platform(device: str) -> ExitStack:
     from fold3d_patches import compile_helpers, cpu, many_queues, parsed_once, unfused_layers
     from megatron.fold3d.config.gpu_settings import has_fusion_kernel, has_many_queues
 
-    patches = [compile_helpers.patch()]
+    patches = [*compile_helpers.PATCHES]
     if versions.pretrain_parses_flags():
-        patches += parsed_once.patches()
+        patches += parsed_once.PATCHES
     if device == "cpu":
         patches += cpu.patches()
     else:
-        patches += () if has_fusion_kernel() else unfused_layers.patches()
-        patches += (many_queues.patch(),) if has_many_queues() else ()
+        patches += () if has_fusion_kernel() else unfused_layers.PATCHES
+        patches += many_queues.PATCHES if has_many_queues() else ()
     return apply(patches)
 
 
@@ -84,25 +77,18 @@ def install_schedule(
     run = _Run(config, plans, num_local=max(1, len(ranks_here)))
     patches, executor = [*_marks(config)], None
     if run.delta is not None:  # first: a trace of gathers is around them
-        from fold3d_patches import delta_gather
-
-        patches += delta_gather.patches(run.delta)
+        patches += _ours("delta_gather:patches")(run.delta)
     if run.tracer is not None:
-        from fold3d_patches import trace
-
-        patches += trace.patches(run.tracer, config)
+        patches += _traced(run)
     if config.choice.order != "stock":
-        from fold3d_patches.schedule import get_forward_backward_func, script_settings
-        from megatron.fold3d.runtime.executor import Executor
-
         parts = [*_parts(run)]
-        executor = Executor(plans, [part for part in parts if not isinstance(part, Patch)])
-        patches += [get_forward_backward_func.patch(executor), *script_settings.patches()]
+        features = [part for part in parts if not isinstance(part, Patch)]
+        executor = _runtime("executor:Executor")(plans, features)
+        patches.append(_ours("schedule.get_forward_backward_func:patch")(executor))
+        patches += _ours("schedule.script_settings:PATCHES")
         patches += [part for part in parts if isinstance(part, Patch)]
         if versions.sums_are_awaited_once():
-            from fold3d_patches.schedule import finished_sums
-
-            patches += finished_sums.patches()
+            patches += _ours("schedule.finished_sums:PATCHES")
     with apply(patches) as stack:
         if executor is not None:
             stack.push(executor)
@@ -113,44 +99,42 @@ def install_schedule(
         return stack.pop_all()
 
 
+def _ours(symbol: str) -> Any:
+    """Return ``module:name`` of this package. So what is off is not imported."""
+    module, name = symbol.split(":")
+    return getattr(import_module(f"{__name__}.{module}"), name)
+
+
+def _runtime(symbol: str) -> Any:
+    """Return ``module:name`` of `megatron.fold3d.runtime`."""
+    module, name = symbol.split(":")
+    return getattr(import_module(f"megatron.fold3d.runtime.{module}"), name)
+
+
 class _Run:
     """What several features of a run share; what is off is None, and not imported."""
 
-    communicator: "PreemptiveCommunicator | None" = None
-    baton: "Baton | None" = None
-    side: "Callable[[], int] | None" = None  # tells which of a pair a thread is
-    tracer: "Tracer | None" = None
-    delta: "DeltaGather | None" = None
-
     def __init__(self, config: "Fold3DConfig", plans: "Plans", num_local: int) -> None:
-        from megatron.fold3d.runtime.events import UNHEARD
-
         self.config, self.plans, self.num_local = config, plans, num_local
-        self.recorder: Events = UNHEARD
+        self.communicator = self.baton = self.side = self.tracer = self.delta = None
+        self.recorder = _runtime("events:UNHEARD")
         if config.preemptive_comm:
-            from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
-
-            self.communicator = PreemptiveCommunicator(
+            self.communicator = _runtime("preemption.communicator:PreemptiveCommunicator")(
                 slice_bytes=config.slice_bytes,
                 timeout=timedelta(minutes=config.distributed_timeout_minutes),
                 fits_slices=config.choice.slice_bytes is None,
             )
         if config.choice.pairs:
-            from megatron.fold3d.runtime.tensor_parallel.baton import Baton
-
-            self.baton = Baton()
-            self.side = self.baton.side
+            self.baton = _runtime("tensor_parallel.baton:Baton")()
+            self.side = self.baton.side  # tells which of a pair a thread is
         if config.delta_param_gather != "off":
             from megatron.fold3d.config.gpu_settings import DELTA_LIBRARIES
 
             if DELTA_LIBRARIES[config.device].exists():  # else "on" is refused
-                from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
-
-                self.delta = DeltaGather(measures=config.delta_param_gather == "auto")
+                measures = config.delta_param_gather == "auto"
+                self.delta = _runtime("grad_sync.delta_gather:DeltaGather")(measures=measures)
         if config.trace is not None:
-            from megatron.fold3d.runtime.trace.tracer import Tracer
-
-            self.tracer = Tracer(config, _metrics())
+            self.tracer = _runtime("trace.tracer:Tracer")(config, _metrics())
             self.recorder = self.tracer.recorder
 
 
@@ -160,124 +144,100 @@ def _parts(run: _Run) -> "Iterator[Part]":
     if run.communicator is not None:
         yield run.communicator
     if run.baton is not None:
-        from fold3d_patches.schedule import paired_layers, tensor_parallel_group
-
-        yield from _made("tensor_parallel.paired_microbatches:PairedMicrobatches", run.baton)
-        yield tensor_parallel_group.patch(run.baton, run.recorder)
-        yield from paired_layers.patches(run.baton)
+        yield run.baton
+        yield _ours("schedule.tensor_parallel_group:patch")(run.baton, run.recorder)
+        yield from _ours("schedule.paired_layers:patches")(run.baton)
     if c.num_ranks > 1:
         yield _transfers(run)
     if run.tracer is not None:
         yield run.tracer
     if c.job.shards != "off":
-        yield from _made("shard_buffers:ShardBuffers", "param_data")
+        yield _runtime("shard_buffers:ShardBuffers")("param_data")
     yield from _dp_sync(run)
     if c.job.shards == "gradients":
-        yield from _made("shard_buffers:ShardBuffers", "grad_data")
+        yield _runtime("shard_buffers:ShardBuffers")("grad_data")
     if c.apart or "wgrad" in c.auto:
         if c.has_engine_modules:
-            engine = "weight_grads.engine_modules:EngineWeightGrads"
-            yield from _made(engine, patch="backward_post_hook")
+            yield (engine := _runtime("weight_grads.engine_modules:EngineWeightGrads")())
+            yield _ours("schedule.backward_post_hook:patch")(engine)
         else:
-            yield from _made(
-                "weight_grads.delayed_linear:DelayedWeightGrads", run.side, patch="linear"
-            )
+            yield (own := _runtime("weight_grads.delayed_linear:DelayedWeightGrads")(run.side))
+            yield _ours("schedule.linear:patch")(own)
     if c.auto_recompute_layers:
-        yield from _made("measured_counts:MeasuredCounts", c.activation_memory_bytes)
+        yield _runtime("measured_counts:MeasuredCounts")(c.activation_memory_bytes)
     elif c.recompute_layers is not None:
-        yield from _made("recompute_counts:RecomputeCounts", c.recompute_layers)
+        yield _runtime("recompute_counts:RecomputeCounts")(c.recompute_layers)
     if c.early_stages:
-        yield from _made("early_recompute:EarlyRecompute", patch="checkpoint")
+        yield (early := _runtime("early_recompute:EarlyRecompute")())
+        yield _ours("schedule.checkpoint:patch")(early)
     if c.offload_activations != "off":
-        args = (c, run.plans, run.recorder, run.num_local)
-        yield from _made("offload.offloader:Offloader", *args, patch="checkpoint")
+        offloader = _runtime("offload.offloader:Offloader")
+        yield (made := offloader(c, run.plans, run.recorder, run.num_local))
+        yield _ours("schedule.checkpoint:patch")(made)
     if c.cuts_every_segment:
-        from fold3d_patches.schedule import gradient_buckets
-
-        yield from gradient_buckets.patches()
+        yield from _ours("schedule.gradient_buckets:PATCHES")
     if c.job.steps_shards:
-        from fold3d_patches.schedule import embedding_grads
-
-        yield embedding_grads.patch()
-
-
-def _made(feature: str, *args: object, patch: str = "") -> "Iterator[Part]":
-    """Make a feature, and its patch if it has one.
-
-    Args:
-        feature: ``module:Class`` of `megatron.fold3d.runtime`.
-        patch: a module of `fold3d_patches.schedule` whose patch takes the feature.
-    """
-    module, name = feature.split(":")
-    made = getattr(import_module(f"megatron.fold3d.runtime.{module}"), name)(*args)
-    yield made
-    if patch:
-        yield import_module(f"fold3d_patches.schedule.{patch}").patch(made)
+        yield from _ours("schedule.embedding_grads:PATCHES")
 
 
 def _transfers(run: _Run) -> "Feature":
-    from megatron.fold3d.runtime.transfers.p2p import P2P
-    from megatron.fold3d.runtime.transfers.pipeline_transfers import PipelineTransfers
-
-    connects: list[Connect] = [P2P]
-    if run.config.job.receives_late:
-        from megatron.fold3d.runtime.transfers.alternating_p2p import AlternatingP2P
-
-        connects = [AlternatingP2P]
+    links = "alternating_p2p:AlternatingP2P" if run.config.job.receives_late else "p2p:P2P"
+    connects = [_runtime(f"transfers.{links}")]
     if run.communicator is not None:
-        from megatron.fold3d.runtime.preemption.preemptive_p2p import PreemptiveP2P
-
-        connects = [partial(PreemptiveP2P, run.communicator)]
+        preemptive = _runtime("preemption.preemptive_p2p:PreemptiveP2P")
+        connects = [partial(preemptive, run.communicator)]
     if run.config.lazy_inter_segment:
-        from megatron.fold3d.runtime.transfers.host_link import HostLink
-
-        connects.append(HostLink)
-    return PipelineTransfers(connects, run.recorder)
+        connects.append(_runtime("transfers.host_link:HostLink"))
+    made: Feature = _runtime("transfers.pipeline_transfers:PipelineTransfers")(
+        connects, run.recorder
+    )
+    return made
 
 
 def _dp_sync(run: _Run) -> "Iterator[Part]":
     """Yield DP.sync, and around it what owns steps and groups, and what chooses, if any does."""
-    from megatron.fold3d.runtime.grad_sync.dp_sync import DPSync
-
     config = run.config
     due = replicated = auto = None
-    features: list[Feature] = [DPSync(run.recorder, run.side)]  # the innermost first
+    # The innermost first.
+    features: list[Feature] = [_runtime("grad_sync.dp_sync:DPSync")(run.recorder, run.side)]
     if config.choice.carries or "step" in config.auto:
-        from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
-
         started_by = None if config.choice.order == "auto" else run.communicator
-        due = DueSteps(config, started_by, run.recorder)
+        due = _runtime("grad_sync.due_steps:DueSteps")(config, started_by, run.recorder)
         features.append(due)
     elif config.choice.where(optimizer="replicated") or "optimizer" in config.auto:
-        from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
-
-        replicated = ReplicatedSegments()
+        replicated = _runtime("grad_sync.other_shards:ReplicatedSegments")()
         features.append(replicated)
     has_one_queue = config.job.receives_late and config.job.grad_sync == "overlap"
     if due is None and has_one_queue and config.num_segments > 1:
-        from megatron.fold3d.runtime.grad_sync.second_lane import SecondLane
-
-        features.append(SecondLane())
+        features.append(_runtime("grad_sync.second_lane:SecondLane")())
     if config.measuring_flag:
-        from megatron.fold3d.runtime.auto_schedule import AutoSchedule
         from megatron.fold3d.training.search_process import SearchProcess
 
-        auto = AutoSchedule(config, SearchProcess, due=due, delta=run.delta)
+        auto = _runtime("auto_schedule:AutoSchedule")(
+            config, SearchProcess, due=due, delta=run.delta
+        )
         features.append(auto)
     yield from reversed(features)
     if due or replicated or auto:
-        from fold3d_patches.schedule import due_steps, optimizer_step
-
-        yield optimizer_step.patch(due, _metrics(), replicated, auto)
-        yield from due_steps.patches(due) if due else ()
+        yield _ours("schedule.optimizer_step:patch")(due, _metrics(), replicated, auto)
+        yield from _ours("schedule.due_steps:patches")(due) if due else ()
 
 
-def _metrics() -> "Metrics":
+def _metrics() -> Any:
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-    from megatron.fold3d.runtime.trace.metrics import Metrics
+    return _runtime("trace.metrics:Metrics")(get_tensorboard_writer, get_wandb_writer)
 
-    return Metrics(get_tensorboard_writer, get_wandb_writer)
+
+def _traced(run: _Run) -> Iterator[Patch]:
+    """Yield what a trace of a run needs beside the features that tell its recorder."""
+    yield from _ours("trace.spans:iteration")(run.tracer)
+    yield from _ours("trace.collectives:patches")(run.tracer)
+    yield from _ours("trace.spans:updates")(run.tracer)
+    if run.config.choice.order == "stock":  # our executor records its own computations
+        yield from _ours("trace.spans:computations")(run.tracer)
+    if run.config.records_tp_sync and run.baton is None:  # pairs have it
+        yield _ours("schedule.tensor_parallel_group:patch")(recorder=run.recorder)
 
 
 def _marks(config: "Fold3DConfig") -> Sequence[Patch]:

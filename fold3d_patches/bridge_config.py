@@ -7,6 +7,7 @@ Remove when: ``ConfigContainer`` accepts a schedule.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from fold3d_patches import compile_helpers
 from fold3d_patches.registry import Patch, around
@@ -21,5 +22,5 @@ def patches(updated: Callable[..., None]) -> Iterator[Patch]:
         ("megatron_mimo_runtime_config_update", "pretrain_megatron_mimo"),  # several modules
     ):
         rebinds = (f"{_BRIDGE}.{module}:{update}",)
-        yield around(f"{_BRIDGE}.config:{update}", updated, rebinds=rebinds, parameters="cfg /")
-    yield Patch(target=f"{_BRIDGE}.initialize:compile_helpers", make=compile_helpers.patch().make)
+        yield around(f"{_BRIDGE}.config:{update}", rebinds=rebinds, parameters="cfg /")(updated)
+    yield replace(compile_helpers.unless_built, target=f"{_BRIDGE}.initialize:compile_helpers")

@@ -9,14 +9,14 @@ Remove when: upstream looks for the extension before it builds it.
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from fold3d_patches.registry import Patch, around
+from fold3d_patches.registry import around
 
 
-def _unless_built(upstream: Callable[[], None]) -> None:
+@around("megatron.core.datasets.utils:compile_helpers")
+def unless_built(upstream: Callable[[], None]) -> None:
+    """Build the dataset index helpers, if they are not there."""
     if find_spec("megatron.core.datasets.helpers_cpp") is None:
         upstream()
 
 
-def patch() -> Patch:
-    """The build of the dataset index helpers."""
-    return around("megatron.core.datasets.utils:compile_helpers", _unless_built)
+PATCHES = (unless_built,)

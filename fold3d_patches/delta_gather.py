@@ -13,16 +13,9 @@ from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
 
 def patches(delta: DeltaGather) -> tuple[Patch, ...]:
     """Return the patches of a step and of an all-gather."""
+    step = "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads"
+    buckets = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
     return (
-        around(
-            "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads",
-            delta.step,
-            parameters="self /",
-        ),
-        around(
-            "megatron.core.distributed.param_and_grad_buffer"
-            ":_ParamAndGradBucketGroup.start_param_sync",
-            delta.start,
-            parameters="self / force_sync",
-        ),
+        around(step, parameters="self /")(delta.step),
+        around(f"{buckets}.start_param_sync", parameters="self / force_sync")(delta.start),
     )

@@ -7,17 +7,18 @@ Change: to Megatron, which asks only while it validates flags, the GPUs are Blac
 Remove when: Megatron warns about more than one queue.
 """
 
-from fold3d_patches.registry import Patch, replace
+from fold3d_patches.registry import replace
 from megatron.fold3d.config.gpu_settings import BLACKWELL
 
+_NAME = "get_device_arch_version"
 
-def patch() -> Patch:
-    """The generation of the GPU, as Megatron's validation asks for it."""
-    return replace(
-        "megatron.training.utils:get_device_arch_version",
+PATCHES = (
+    replace(
+        f"megatron.training.utils:{_NAME}",
         lambda: BLACKWELL,
         rebinds=(
-            "megatron.training.utils.common_utils:get_device_arch_version",
-            "megatron.training.arguments:get_device_arch_version",
+            f"megatron.training.utils.common_utils:{_NAME}",
+            f"megatron.training.arguments:{_NAME}",
         ),
-    )
+    ),
+)

@@ -8,23 +8,21 @@ Remove when: Megatron-core 0.17 is no longer supported.
 
 from typing import Any
 
-from fold3d_patches.registry import Patch, replace
+from fold3d_patches.registry import replace
 
 _INITIALIZE = "megatron.training.initialize"
-
-
-def patches() -> tuple[Patch, ...]:
-    """Return the patches of parsing, of validating, and of setting the global variables."""
-    return (
-        replace(f"{_INITIALIZE}:parse_args", _parsed),
-        *(
-            replace(f"{_INITIALIZE}:{name}", lambda *_args, **_kwargs: None)
-            for name in ("validate_args", "set_global_variables")
-        ),
-    )
 
 
 def _parsed(*_args: Any, **_kwargs: Any) -> Any:
     from megatron.training import get_args
 
     return get_args()
+
+
+PATCHES = (
+    replace(f"{_INITIALIZE}:parse_args", _parsed),
+    *(
+        replace(f"{_INITIALIZE}:{name}", lambda *_args, **_kwargs: None)
+        for name in ("validate_args", "set_global_variables")
+    ),
+)

@@ -57,20 +57,23 @@ def replace(target: str, ours: Any, **others: Any) -> Patch:
     return Patch(target=target, make=lambda _: ours, **others)
 
 
-def around(target: str, ours: Callable[..., Any], **others: Any) -> Patch:
-    """Return the patch that calls ``ours`` for a function: with upstream's, then the arguments.
+def around(target: str, **others: Any) -> Callable[[Callable[..., Any]], Patch]:
+    """Make of a function the patch that calls it for a symbol: with upstream's, then the arguments.
 
     What stands there has upstream's name and attributes, by which Megatron finds some functions.
     """
 
-    def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(upstream)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return ours(upstream, *args, **kwargs)
+    def patch(ours: Callable[..., Any]) -> Patch:
+        def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(upstream)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return ours(upstream, *args, **kwargs)
 
-        return call
+            return call
 
-    return Patch(target=target, make=make, **others)
+        return Patch(target=target, make=make, **others)
+
+    return patch
 
 
 def apply(patches: Sequence[Patch]) -> ExitStack:

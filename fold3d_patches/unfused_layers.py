@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from fold3d_patches.registry import Patch, around
+from fold3d_patches.registry import around
 
 
 def _unfused(
@@ -22,9 +22,7 @@ def _unfused(
     upstream(self, *args, config=config, **kwargs)
 
 
-def patches() -> tuple[Patch, ...]:
-    """Return the patches of both kinds of layers."""
-    return tuple(
-        around(f"megatron.core.tensor_parallel.layers:{layer}.__init__", _unfused)
-        for layer in ("ColumnParallelLinear", "RowParallelLinear")
-    )
+PATCHES = tuple(
+    around(f"megatron.core.tensor_parallel.layers:{layer}.__init__")(_unfused)
+    for layer in ("ColumnParallelLinear", "RowParallelLinear")
+)

@@ -66,7 +66,7 @@ def watch_gradient(files: set[str]) -> None:
 
     table = executor._table
 
-    def watched(features: Any, iteration: Any, innermost: Any) -> Any:
+    def watched(features: Any, iteration: Any) -> Any:
         program = iteration.program
         stage = max(action.stage for action in program)
         last = max(i for i, a in enumerate(program) if a.stage == stage and a.op is Op.BACKWARD)
@@ -85,7 +85,7 @@ def watch_gradient(files: set[str]) -> None:
 
             return seen
 
-        return {op: handle(each) for op, each in table(features, iteration, innermost).items()}
+        return {op: handle(each) for op, each in table(features, iteration).items()}
 
     executor._table = watched
 

@@ -25,7 +25,7 @@ assert Choice.parse(word, 1).held == 3
 """,
     "A patch": """
 from fold3d_patches import compile_helpers
-assert compile_helpers.patch().target == "megatron.core.datasets.utils:compile_helpers"
+assert compile_helpers.unless_built.target == "megatron.core.datasets.utils:compile_helpers"
 """,
     "An op": """
 from megatron.fold3d.plan.compile import Job, lower

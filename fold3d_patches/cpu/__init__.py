@@ -13,4 +13,4 @@ _MODULES = (
 def patches() -> tuple[Patch, ...]:
     """Everything that ``--device cpu`` replaces."""
     modules = (import_module(f"{__name__}.{name}") for name in _MODULES)
-    return tuple(patch for module in modules for patch in module.patches())
+    return tuple(patch for module in modules for patch in module.PATCHES)

@@ -8,14 +8,14 @@ Change: tensors are gathered one by one, under a name that is short enough.
 Remove when: ``ProcessGroupGloo::runLoop`` in torch takes its lock before it notes the name.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _CoalescingManager
 
-from fold3d_patches.registry import Patch, replace
+from fold3d_patches.registry import replace
 from megatron.fold3d.upstream.versions import collective
 
 
@@ -31,7 +31,6 @@ def _one_by_one(
     return works
 
 
-def patches() -> Iterator[Patch]:
-    """Gathers of several tensors at once."""
-    name = collective("all_gather_single_coalesced")
-    yield replace(f"torch.distributed:ProcessGroup.{name}", _one_by_one)
+_NAME = collective("all_gather_single_coalesced")
+
+PATCHES = (replace(f"torch.distributed:ProcessGroup.{_NAME}", _one_by_one),)

@@ -37,15 +37,10 @@ def uncompiled() -> Iterator[None]:
         torch.compile = upstream
 
 
-def patches() -> tuple[Patch, ...]:
-    """The stance, which torch reads at each call of what is compiled, and the warm-up."""
-    return (
-        Patch(
-            target="torch._dynamo.eval_frame:_stance",
-            make=lambda stance: dataclasses.replace(stance, stance="force_eager"),
-        ),
-        replace(
-            "megatron.training.initialize:_warmup_jit_function",
-            lambda *_args, **_kwargs: None,
-        ),
-    )
+PATCHES = (
+    Patch(
+        target="torch._dynamo.eval_frame:_stance",  # which torch reads at each call
+        make=lambda stance: dataclasses.replace(stance, stance="force_eager"),
+    ),
+    replace("megatron.training.initialize:_warmup_jit_function", lambda *_args, **_kwargs: None),
+)

@@ -8,15 +8,20 @@ Change: a loader draws from a generator of its own. It does not pin memory, whic
 Remove when: Megatron passes a generator to its DataLoader.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from fold3d_patches.registry import Patch, around
+from fold3d_patches.registry import around
 
 
+@around(
+    "megatron.training.datasets.data_samplers:build_pretraining_data_loader",
+    rebinds=("megatron.training.training:build_pretraining_data_loader",),
+    parameters="dataset consumed_samples /",
+)
 def _with_own_generator(
     upstream: Callable[[Any, int], Any], dataset: Any, consumed_samples: int
 ) -> Any:
@@ -27,11 +32,4 @@ def _with_own_generator(
     return loader
 
 
-def patches() -> Iterator[Patch]:
-    """The loader of the training, validation and test data."""
-    yield around(
-        "megatron.training.datasets.data_samplers:build_pretraining_data_loader",
-        _with_own_generator,
-        rebinds=("megatron.training.training:build_pretraining_data_loader",),
-        parameters="dataset consumed_samples /",
-    )
+PATCHES = (_with_own_generator,)

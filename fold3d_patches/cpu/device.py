@@ -84,27 +84,29 @@ def _of_generation(name: str, major: int) -> dict[str, Any]:
     }
 
 
-def patches() -> tuple[Patch, ...]:
-    """What a training run asks about its device; streams, events, and the waits for them."""
-    stream = HostStream()
-    answers = {
-        "is_available": False,
-        "device_count": 1,
-        "current_device": torch.device("cpu"),
-        "set_device": None,
-        "get_device_name": "cpu",
-        "memory_stats": Counter[str](),
-        "reset_peak_memory_stats": None,
-        "set_stream": None,
-        "current_stream": stream,
-        "default_stream": stream,
-        "synchronize": None,
-        "is_current_stream_capturing": False,
-    }
-    return (
-        *_answers("torch.cuda", answers | _of_generation("cpu", 10)),
-        *_answers("torch.cuda.nvtx", {"range_push": None, "range_pop": None}),
-        replace("torch.cuda:Stream", HostStream),
-        replace("torch.cuda:Event", HostEvent),
-        replace("torch.cuda:stream", nullcontext),
-    )
+_STREAM = HostStream()
+
+PATCHES = (
+    *_answers(
+        "torch.cuda",
+        {
+            "is_available": False,
+            "device_count": 1,
+            "current_device": torch.device("cpu"),
+            "set_device": None,
+            "get_device_name": "cpu",
+            "memory_stats": Counter[str](),
+            "reset_peak_memory_stats": None,
+            "set_stream": None,
+            "current_stream": _STREAM,
+            "default_stream": _STREAM,
+            "synchronize": None,
+            "is_current_stream_capturing": False,
+            **_of_generation("cpu", 10),
+        },
+    ),
+    *_answers("torch.cuda.nvtx", {"range_push": None, "range_pop": None}),
+    replace("torch.cuda:Stream", HostStream),
+    replace("torch.cuda:Event", HostEvent),
+    replace("torch.cuda:stream", nullcontext),
+)

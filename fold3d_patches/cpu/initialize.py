@@ -5,24 +5,22 @@ Change: the argument is True.
 Remove when: ``pretrain`` passes ``allow_no_cuda`` on.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from fold3d_patches.registry import Patch, around
+from fold3d_patches.registry import around
 
 
+@around(
+    "megatron.training.initialize:initialize_megatron",
+    rebinds=(
+        "megatron.training:initialize_megatron",
+        "megatron.training.training:initialize_megatron",
+    ),
+    parameters="allow_no_cuda",
+)
 def _without_cuda(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return upstream(*args, **kwargs | {"allow_no_cuda": True})
 
 
-def patches() -> Iterator[Patch]:
-    """The one assertion that stops a run without CUDA."""
-    yield around(
-        "megatron.training.initialize:initialize_megatron",
-        _without_cuda,
-        rebinds=(
-            "megatron.training:initialize_megatron",
-            "megatron.training.training:initialize_megatron",
-        ),
-        parameters="allow_no_cuda",
-    )
+PATCHES = (_without_cuda,)

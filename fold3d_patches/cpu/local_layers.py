@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fold3d_patches.registry import Patch, around
+from fold3d_patches.registry import around
 
 _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 _TO_HOST = "maybe_move_tensor_to_cpu"
@@ -38,6 +38,7 @@ def _with(config: Any, **settings: Any) -> Any:
     return changed
 
 
+@around("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", parameters="cls config /")
 def _allow_sequence_parallel(
     upstream: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -48,6 +49,7 @@ def _allow_sequence_parallel(
     return norm
 
 
+@around(f"{_ATTENTION}.__init__", parameters="self config /")
 def _take_widths(
     upstream: Callable[..., None],
     self: Any,
@@ -63,6 +65,7 @@ def _take_widths(
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
+@around(f"{_ATTENTION}.forward", parameters="self query key value attention_mask /")
 def _gather_keys(
     upstream: Callable[..., Tensor],
     self: Any,
@@ -105,6 +108,11 @@ def _places(length: int, num_ranks: int) -> Tensor:
     )
 
 
+@around(
+    f"megatron.core.transformer.moe.moe_utils:{_TO_HOST}",
+    rebinds=(f"megatron.core.transformer.moe.token_dispatcher:{_TO_HOST}",),
+    parameters="tensor as_numpy record_stream /",
+)
 def _always_as_asked(
     upstream: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
@@ -112,28 +120,4 @@ def _always_as_asked(
     return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
 
-def patches() -> tuple[Patch, ...]:
-    """The norm, the attention, and the numbers of tokens that expert-parallel ranks exchange."""
-    return (
-        around(
-            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-            _allow_sequence_parallel,
-            parameters="cls config /",
-        ),
-        around(
-            f"{_ATTENTION}.__init__",
-            _take_widths,
-            parameters="self config /",
-        ),
-        around(
-            f"{_ATTENTION}.forward",
-            _gather_keys,
-            parameters="self query key value attention_mask /",
-        ),
-        around(
-            f"megatron.core.transformer.moe.moe_utils:{_TO_HOST}",
-            _always_as_asked,
-            rebinds=(f"megatron.core.transformer.moe.token_dispatcher:{_TO_HOST}",),
-            parameters="tensor as_numpy record_stream /",
-        ),
-    )
+PATCHES = (_allow_sequence_parallel, _take_widths, _gather_keys, _always_as_asked)

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from fold3d_patches.registry import Patch, around
+from fold3d_patches.registry import around
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
+@around(f"{_OPTIMIZER}.state_dict", parameters="self /")
 def _complete(upstream: Callable[[Any], Any], self: Any) -> Any:
     if isinstance(self.optimizer, torch.optim.Adam):  # AdamW is one
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
@@ -34,6 +35,7 @@ def _complete(upstream: Callable[[Any], Any], self: Any) -> Any:
     return upstream(self)
 
 
+@around(f"{_OPTIMIZER}.load_state_dict", parameters="self state_dict /")
 def _count_apart(upstream: Callable[[Any, Any], None], self: Any, state_dict: Any) -> None:
     upstream(self, state_dict)
     for state in self.optimizer.state.values():
@@ -41,11 +43,16 @@ def _count_apart(upstream: Callable[[Any, Any], None], self: Any, state_dict: An
             state["step"] = state["step"].clone()
 
 
+@around(f"{_OPTIMIZER}._get_main_param_and_optimizer_states", parameters="self model_param /")
 def _shards_only(upstream: Callable[[Any, Any], Any], self: Any, model_param: Any) -> Any:
     tensors = upstream(self, model_param)
     return {name: tensor for name, tensor in tensors.items() if name != "step"}
 
 
+@around(
+    f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+    parameters="self model_param tensors /",
+)
 @torch.no_grad()
 def _keep_counter(
     upstream: Callable[[Any, Any, Any], None], self: Any, model_param: Any, tensors: Any
@@ -53,19 +60,4 @@ def _keep_counter(
     upstream(self, model_param, {**tensors, "step": None})  # what is no tensor is not copied
 
 
-def patches() -> tuple[Patch, ...]:
-    """The state that a checkpoint is written from and loaded into."""
-    return (
-        around(f"{_OPTIMIZER}.state_dict", _complete, parameters="self /"),
-        around(f"{_OPTIMIZER}.load_state_dict", _count_apart, parameters="self state_dict /"),
-        around(
-            f"{_OPTIMIZER}._get_main_param_and_optimizer_states",
-            _shards_only,
-            parameters="self model_param /",
-        ),
-        around(
-            f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
-            _keep_counter,
-            parameters="self model_param tensors /",
-        ),
-    )
+PATCHES = (_complete, _count_apart, _shards_only, _keep_counter)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fold3d_patches.registry import Patch, replace
+from fold3d_patches.registry import replace
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 
@@ -42,23 +42,17 @@ def _fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
         self._current_state_name = outer_name
 
 
-def patches() -> tuple[Patch, ...]:
-    """The generator's state, its seed, and the tracker that forks it."""
-    of_cuda = (
-        ("get_rng_state", lambda device=None: torch.get_rng_state(), ""),
-        ("set_rng_state", _set_state, "new_state /"),
-        ("manual_seed", torch.default_generator.manual_seed, "seed /"),
-    )
-    return (
-        *(
-            replace(
-                f"torch.cuda.random:{name}",
-                ours,
-                rebinds=(f"torch.cuda:{name}",),
-                parameters=parameters,
-            )
-            for name, ours, parameters in of_cuda
-        ),
-        replace(f"{_RANDOM}:_set_cuda_rng_state", _set_state, parameters="new_state /"),
-        replace(f"{_RANDOM}:CudaRNGStatesTracker.fork", _fork, parameters="self name /"),
-    )
+PATCHES = (
+    *(
+        replace(
+            f"torch.cuda.random:{name}", ours, rebinds=(f"torch.cuda:{name}",), parameters=takes
+        )
+        for name, ours, takes in (
+            ("get_rng_state", lambda device=None: torch.get_rng_state(), ""),
+            ("set_rng_state", _set_state, "new_state /"),
+            ("manual_seed", torch.default_generator.manual_seed, "seed /"),
+        )
+    ),
+    replace(f"{_RANDOM}:_set_cuda_rng_state", _set_state, parameters="new_state /"),
+    replace(f"{_RANDOM}:CudaRNGStatesTracker.fork", _fork, parameters="self name /"),
+)

@@ -47,6 +47,7 @@ def _stay(self: Any, *_args: Any, **_kwargs: Any) -> Any:
     return self
 
 
+@around("torch:Tensor.type")
 def _type_as_on_gpu(
     upstream: Callable[..., Any], self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
@@ -57,22 +58,20 @@ def _type_as_on_gpu(
     return upstream(self, dtype, *args, **kwargs)
 
 
+@around(
+    "megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
+    parameters="self device init_fn /",
+)
 def _init_data_on_cpu(
     upstream: Callable[..., None], self: Any, device: Any, init_fn: Any = torch.empty
 ) -> None:
     upstream(self, cpu_if_cuda(device), init_fn)
 
 
-def patches() -> tuple[Patch, ...]:
-    """Factories, ``.cuda()``, ``Tensor.type()`` and the checkpoint's own allocator."""
-    return (
-        *(Patch(target=f"torch:{name}", make=_on_cpu) for name in FACTORIES),
-        replace("torch:Tensor.cuda", _stay),
-        replace("torch.nn:Module.cuda", _stay),
-        around("torch:Tensor.type", _type_as_on_gpu),
-        around(
-            "megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
-            _init_data_on_cpu,
-            parameters="self device init_fn /",
-        ),
-    )
+PATCHES = (
+    *(Patch(target=f"torch:{name}", make=_on_cpu) for name in FACTORIES),
+    replace("torch:Tensor.cuda", _stay),
+    replace("torch.nn:Module.cuda", _stay),
+    _type_as_on_gpu,
+    _init_data_on_cpu,
+)

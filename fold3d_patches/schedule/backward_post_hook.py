@@ -17,7 +17,9 @@ from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrad
 
 def patch(delayed: EngineWeightGrads) -> Patch:
     """Return the patch of the function that DDP calls when a parameter's gradient is ready."""
+    ddp = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 
+    @around(f"{ddp}._make_backward_post_hook", parameters="self param /")
     def make_hook(upstream: Callable[..., Any], ddp: Any, param: torch.nn.Parameter) -> Any:
         add_gradient = upstream(ddp, param)
 
@@ -27,9 +29,4 @@ def patch(delayed: EngineWeightGrads) -> Patch:
 
         return hook
 
-    module = "megatron.core.distributed.distributed_data_parallel"
-    return around(
-        f"{module}:DistributedDataParallel._make_backward_post_hook",
-        make_hook,
-        parameters="self param /",
-    )
+    return make_hook

@@ -25,6 +25,10 @@ _CHUNK = "megatron.core.distributed.distributed_data_parallel:DistributedDataPar
 def patches(due: DueSteps) -> tuple[Patch, ...]:
     """Return the patches of the end of an iteration, of checkpoints, and of a chunk's gradients."""
 
+    @around(
+        "megatron.training.training:checkpoint_and_decide_exit",
+        parameters="model optimizer opt_param_scheduler iteration /",
+    )
     def decide_exit(
         upstream: Func, model: Any, optimizer: Any, scheduler: Any, iteration: int, *others: Any
     ) -> Any:
@@ -35,21 +39,14 @@ def patches(due: DueSteps) -> tuple[Patch, ...]:
             due.take_all()
         return exits
 
+    @around(
+        "megatron.training.checkpointing:save_checkpoint",
+        rebinds=("megatron.training.training:save_checkpoint",),
+    )
     def save(upstream: Func, *args: Any, **kwargs: Any) -> Any:
         due.take_all()
         return upstream(*args, **kwargs)
 
-    return (
-        around(
-            "megatron.training.training:checkpoint_and_decide_exit",
-            decide_exit,
-            parameters="model optimizer opt_param_scheduler iteration /",
-        ),
-        around(
-            "megatron.training.checkpointing:save_checkpoint",
-            save,
-            rebinds=("megatron.training.training:save_checkpoint",),
-        ),
-        around(f"{_CHUNK}.scale_gradients", due.scale, parameters="self scaling_factor /"),
-        around(f"{_CHUNK}.zero_grad_buffer", due.zero, parameters="self /"),
-    )
+    scale = around(f"{_CHUNK}.scale_gradients", parameters="self scaling_factor /")(due.scale)
+    zero = around(f"{_CHUNK}.zero_grad_buffer", parameters="self /")(due.zero)
+    return decide_exit, save, scale, zero

@@ -11,19 +11,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from fold3d_patches.registry import Patch, around
+from fold3d_patches.registry import around
 from megatron.fold3d.runtime.grad_sync.stage_gradients import own_shard
 
 
-def patch() -> Patch:
-    """Return the patch of the sum of one embedding's gradients."""
-    return around(
-        "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
-        _sum_own_shard,
-        parameters="model embd_group pp_group weight_getter /",
-    )
-
-
+@around(
+    "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
+    parameters="model embd_group pp_group weight_getter /",
+)
 def _sum_own_shard(
     upstream: Callable[..., None],
     model: Any,
@@ -39,3 +34,6 @@ def _sum_own_shard(
         return weight if shard is None else SimpleNamespace(main_grad=shard)
 
     upstream(model, embd_group, pp_group, get, *others, **named)
+
+
+PATCHES = (_sum_own_shard,)

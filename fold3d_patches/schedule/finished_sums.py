@@ -9,20 +9,11 @@ Remove when: Megatron-core 0.17 is no longer supported.
 from collections.abc import Callable
 from typing import Any
 
-from fold3d_patches.registry import Patch, around
+from fold3d_patches.registry import around
 
 Func = Callable[..., Any]
 
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
-
-
-def patches() -> tuple[Patch, ...]:
-    """Return the patches of a group's constructor, of the wait, and of a new iteration."""
-    return (
-        around(f"{_BUCKETS}.__init__", _begin, parameters="self /"),
-        around(f"{_BUCKETS}.reset", _begin, parameters="self /"),
-        around(f"{_BUCKETS}.finish_grad_sync", _finish_once, parameters="self / force_all_reduce"),
-    )
 
 
 def _begin(upstream: Func, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -30,6 +21,7 @@ def _begin(upstream: Func, self: Any, *args: Any, **kwargs: Any) -> None:
     self.grad_reduce_finished = False
 
 
+@around(f"{_BUCKETS}.finish_grad_sync", parameters="self / force_all_reduce")
 def _finish_once(upstream: Func, self: Any, *args: Any, **kwargs: Any) -> None:
     overlaps = self.ddp_config.overlap_grad_reduce
     if overlaps and self.grad_reduce_finished:
@@ -37,3 +29,9 @@ def _finish_once(upstream: Func, self: Any, *args: Any, **kwargs: Any) -> None:
         return
     upstream(self, *args, **kwargs)
     self.grad_reduce_finished = overlaps
+
+
+PATCHES = (
+    *(around(f"{_BUCKETS}.{name}", parameters="self /")(_begin) for name in ("__init__", "reset")),
+    _finish_once,
+)

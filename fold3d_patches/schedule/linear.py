@@ -13,12 +13,19 @@ from typing import Any
 import torch
 
 from fold3d_patches.registry import Patch, around
-from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads, Parallel
+from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
 
 
 def patch(delayed: DelayedWeightGrads) -> Patch:
     """Return the patch of the function behind column- and row-parallel linear layers."""
+    module = "megatron.core.tensor_parallel"
+    name = "linear_with_grad_accumulation_and_async_allreduce"
 
+    @around(
+        f"{module}.layers:{name}",
+        rebinds=(f"{module}:{name}",),
+        parameters="input weight / bias allreduce_dgrad sequence_parallel tp_group",
+    )
     def linear(
         upstream: Callable[..., Any],
         input: torch.Tensor,  # noqa: A002 - upstream's name, which a caller may give
@@ -29,14 +36,7 @@ def patch(delayed: DelayedWeightGrads) -> Patch:
         if not delayed.concerns(weight):
             return upstream(input, weight, *args, **named)
         # Layers give all of these by name.
-        of_ranks = named["allreduce_dgrad"], named["sequence_parallel"], named["tp_group"]
-        return delayed.linear(input, weight, named["bias"], Parallel(*of_ranks))
+        of_ranks = {n: named[n] for n in ("allreduce_dgrad", "sequence_parallel", "tp_group")}
+        return delayed.linear(input, weight, named["bias"], **of_ranks)
 
-    module = "megatron.core.tensor_parallel"
-    name = "linear_with_grad_accumulation_and_async_allreduce"
-    return around(
-        f"{module}.layers:{name}",
-        linear,
-        rebinds=(f"{module}:{name}",),
-        parameters="input weight / bias allreduce_dgrad sequence_parallel tp_group",
-    )
+    return linear

@@ -22,6 +22,7 @@ def patch(pp_traffic_class: int | None, dp_traffic_class: int | None) -> Patch:
     """Return the patch that sets the traffic classes of Megatron's process groups, if given."""
     classes = dict.fromkeys(_PP, pp_traffic_class) | dict.fromkeys(_DP, dp_traffic_class)
 
+    @around("megatron.core.parallel_state:get_nccl_options", parameters="pg_name nccl_comm_cfgs /")
     def mark(upstream: Callable[..., Any], pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> Any:
         options: Any = upstream(pg_name, nccl_comm_cfgs)
         if (traffic_class := classes.get(pg_name)) is None:
@@ -30,11 +31,7 @@ def patch(pp_traffic_class: int | None, dp_traffic_class: int | None) -> Patch:
         options.config.traffic_class = traffic_class
         return options
 
-    return around(
-        "megatron.core.parallel_state:get_nccl_options",
-        mark,
-        parameters="pg_name nccl_comm_cfgs /",
-    )
+    return mark
 
 
 def check_traffic_classes() -> None:

@@ -45,6 +45,7 @@ def patch(
         auto: learns of each step, if the run measures.
     """
 
+    @around("megatron.core.optimizer.optimizer:ChainedOptimizer.step", parameters="self /")
     def step(upstream: Callable[[Any], Any], optimizer: Any) -> Any:
         whole_step = partial(upstream, optimizer)
 
@@ -56,9 +57,7 @@ def patch(
 
         return take() if auto is None else auto.step(take)
 
-    return around(
-        "megatron.core.optimizer.optimizer:ChainedOptimizer.step", step, parameters="self /"
-    )
+    return step
 
 
 def _in_two_iterations(

@@ -24,19 +24,18 @@ def patches(baton: Baton) -> tuple[Patch, ...]:
     """Return the patches that keep what two micro-batches leave in a layer apart."""
     kept: tuple[list[Any], list[Any]] = [], []  # checkpoints of each side, the innermost last
 
+    @around(f"{_CHECKPOINT}.checkpoint")
     def checkpoint(upstream: Callable[..., Any], self: Any, *args: Any) -> Any:
         kept[baton.side()].append(self)
         return upstream(self, *args)
 
+    @around(f"{_CHECKPOINT}.discard_output_and_register_recompute")
     def discard(upstream: Callable[..., None], _: Any, hook_tensor: Any) -> None:
         upstream(kept[baton.side()].pop(), hook_tensor)
 
+    @around("megatron.core.transformer.moe.moe_layer:MoELayer.__init__")
     def init(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         upstream(self, *args, **kwargs)
         self.token_dispatcher = PairedDispatcher(self.token_dispatcher, baton)
 
-    return (
-        around(f"{_CHECKPOINT}.checkpoint", checkpoint),
-        around(f"{_CHECKPOINT}.discard_output_and_register_recompute", discard),
-        around("megatron.core.transformer.moe.moe_layer:MoELayer.__init__", init),
-    )
+    return checkpoint, discard, init

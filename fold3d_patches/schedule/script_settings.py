@@ -7,20 +7,10 @@ Remove when: ``pretrain`` calls a hook before it trains.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from fold3d_patches.registry import Patch, around
-
-
-def patches() -> Iterator[Patch]:
-    """Yield the patches of both functions: with ``--skip-train`` Megatron calls only the second."""
-    for name in ("train", "evaluate_and_print_results"):
-        yield around(
-            f"megatron.training.training:{name}",
-            _checked,
-            parameters="model process_non_loss_data_func non_loss_data_func",
-        )
+from fold3d_patches.registry import around
 
 
 def _checked(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -35,3 +25,15 @@ def _checked(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
         sys.exit(refuse(ValueError("\n".join(problems))))
     return upstream(*args, **kwargs)
+
+
+PATCHES = tuple(
+    around(
+        f"megatron.training.training:{name}",
+        parameters="model process_non_loss_data_func non_loss_data_func",
+    )(_checked)
+    for name in (
+        "train",
+        "evaluate_and_print_results",
+    )  # with --skip-train only the second is called
+)

@@ -20,6 +20,7 @@ def patch(baton: Baton | None = None, recorder: Events = UNHEARD) -> Patch:
     """Return the patch that lets the tensor-parallel group hand ``baton`` over."""
     hand_over = (lambda: None) if baton is None else baton.hand_over
 
+    @around("megatron.core.parallel_state:initialize_model_parallel")
     def initialize(upstream: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         from megatron.core import parallel_state
 
@@ -30,4 +31,4 @@ def patch(baton: Baton | None = None, recorder: Events = UNHEARD) -> Patch:
             if group.size() > 1:  # of one rank, Transformer Engine gets torch's own
                 setattr(parallel_state, name, PairedGroup(group, hand_over, recorder, traced))
 
-    return around("megatron.core.parallel_state:initialize_model_parallel", initialize)
+    return initialize

@@ -76,6 +76,6 @@ def _patches(
         ends.pop(self, no_end)()
 
     return tuple(
-        around(f"{_BUCKETS}.{ours.__name__}_{of}_sync", ours, parameters=f"self / {parameter}")
+        around(f"{_BUCKETS}.{ours.__name__}_{of}_sync", parameters=f"self / {parameter}")(ours)
         for ours, parameter in zip((start, finish), parameters, strict=True)
     )

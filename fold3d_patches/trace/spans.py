@@ -27,27 +27,27 @@ def iteration(tracer: Tracer) -> Iterator[Patch]:
     Megatron-Bridge has a function of its own for it, which is patched if it is imported.
     """
 
-    def of_bridge(upstream: Func, *args: Any) -> Any:
-        _, _, model, _, _, state, *_ = args
-        with tracer.iteration(state.train_state.step + 1, model):
-            return upstream(*args)
-
+    @around(
+        "megatron.training.training:train_step",
+        parameters="forward_step_func data_iterator model / iteration",
+    )
     def recorded(upstream: Func, *args: Any, iteration: int, **kwargs: Any) -> Any:
         _, _, model, *_ = args
         with tracer.iteration(iteration + 1, model):  # as the log counts
             return upstream(*args, iteration=iteration, **kwargs)
 
-    yield around(
-        "megatron.training.training:train_step",
-        recorded,
-        parameters="forward_step_func data_iterator model / iteration",
+    @around(
+        f"{_BRIDGE}:train_step",
+        parameters="forward_step_func data_iterator model optimizer scheduler global_state /",
     )
+    def of_bridge(upstream: Func, *args: Any) -> Any:
+        _, _, model, _, _, state, *_ = args
+        with tracer.iteration(state.train_state.step + 1, model):
+            return upstream(*args)
+
+    yield recorded
     if _BRIDGE in sys.modules:
-        yield around(
-            f"{_BRIDGE}:train_step",
-            of_bridge,
-            parameters="forward_step_func data_iterator model optimizer scheduler global_state /",
-        )
+        yield of_bridge
 
 
 def updates(tracer: Tracer) -> tuple[Patch, ...]:
@@ -58,12 +58,9 @@ def updates(tracer: Tracer) -> tuple[Patch, ...]:
         with tracer.recorder.span(tracer.recorder.running or "optimizer", "optimizer"):
             return upstream(optimizer)
 
+    step = "megatron.core.optimizer.optimizer:ChainedOptimizer"
     return tuple(
-        around(
-            f"megatron.core.optimizer.optimizer:ChainedOptimizer.{name}",
-            recorded,
-            parameters="self /",
-        )
+        around(f"{step}.{name}", parameters="self /")(recorded)
         for name in ("prepare_grads", "step_with_ready_grads")
     )
 
@@ -77,6 +74,7 @@ def computations(tracer: Tracer) -> tuple[Patch, ...]:
     # Stage and micro-batch, by the id of an output, which stays alive until its backward.
     forwards: dict[int, tuple[int, int]] = {}
 
+    @around(f"{_SCHEDULES}:forward_step", parameters="vp_stage current_microbatch")
     def forward(upstream: Func, *args: Any, **kwargs: Any) -> Any:
         if not recorder.is_on:
             return upstream(*args, **kwargs)
@@ -86,6 +84,7 @@ def computations(tracer: Tracer) -> tuple[Patch, ...]:
         forwards[id(output)] = stage, number
         return output, num_tokens
 
+    @around(f"{_SCHEDULES}:backward_step", parameters="input_tensor output_tensor /")
     def backward(upstream: Func, input_tensor: Any, output_tensor: Any, *others: Any) -> Any:
         if not recorder.is_on:
             return upstream(input_tensor, output_tensor, *others)
@@ -93,15 +92,4 @@ def computations(tracer: Tracer) -> tuple[Patch, ...]:
         with recorder.span(f"{stage}B{number}", "compute"):
             return upstream(input_tensor, output_tensor, *others)
 
-    return (
-        around(
-            f"{_SCHEDULES}:forward_step",
-            forward,
-            parameters="vp_stage current_microbatch",
-        ),
-        around(
-            f"{_SCHEDULES}:backward_step",
-            backward,
-            parameters="input_tensor output_tensor /",
-        ),
-    )
+    return forward, backward

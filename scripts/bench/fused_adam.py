@@ -19,4 +19,4 @@ def patch() -> Patch:
     def init(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         upstream(self, *args, **{"fused": True} | kwargs)
 
-    return around("torch.optim:AdamW.__init__", init)
+    return around("torch.optim:AdamW.__init__")(init)

@@ -44,6 +44,6 @@ def patches(forward_s: float, backward_s: float, *, experts: bool) -> tuple[Patc
     transformer = "megatron.core.transformer"
     second = "moe.experts:SequentialMLP" if experts else "mlp:MLP"
     return (
-        around(f"{transformer}.attention:Attention.forward", forward),
-        around(f"{transformer}.{second}.forward", forward),
+        around(f"{transformer}.attention:Attention.forward")(forward),
+        around(f"{transformer}.{second}.forward")(forward),
     )

@@ -113,10 +113,10 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
     weight_grads = "megatron.fold3d.runtime.weight_grads.delayed_linear:DelayedWeightGrads"
     ddp = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
     return (
-        around(f"{layer}.forward", forward),
-        around(f"{ddp}._make_forward_pre_hook", make_hook),
-        around(f"{weight_grads}.choose", choose),
-        around(f"{weight_grads}._add", add),
-        around(f"{weight_grads}.compute", compute),
-        around(f"{weight_grads}.compute_part", compute),
+        around(f"{layer}.forward")(forward),
+        around(f"{ddp}._make_forward_pre_hook")(make_hook),
+        around(f"{weight_grads}.choose")(choose),
+        around(f"{weight_grads}._add")(add),
+        around(f"{weight_grads}.compute")(compute),
+        around(f"{weight_grads}.compute_part")(compute),
     )

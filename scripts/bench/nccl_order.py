@@ -213,7 +213,7 @@ def patches() -> tuple[Patch, ...]:
 
     target = "torch.distributed:ProcessGroup."
     return (
-        *(around(target + name, ordered) for name in _ORDERED),
-        around(target + "all_to_all_single", both_ways),
-        *(around(target + name, partial(in_rings, ring)) for name, ring in _RINGS.items()),
+        *(around(target + name)(ordered) for name in _ORDERED),
+        around(target + "all_to_all_single")(both_ways),
+        *(around(target + name)(partial(in_rings, ring)) for name, ring in _RINGS.items()),
     )

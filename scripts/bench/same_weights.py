@@ -36,6 +36,5 @@ def patch() -> Patch:
 
     return around(
         "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
-        init,
         parameters="self config submodules layer_number / vp_stage",
-    )
+    )(init)

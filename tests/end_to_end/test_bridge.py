@@ -132,9 +132,8 @@ def _on_cpu() -> tuple[Patch, ...]:
     return (
         around(
             f"{training}.initialize:initialize_megatron",
-            lambda upstream, **given: upstream(**given, allow_no_cuda=True),
             rebinds=(f"{training}.setup:initialize_megatron",),
-        ),
+        )(lambda upstream, **given: upstream(**given, allow_no_cuda=True)),
         replace(f"{training}.initialize:_warmup_jit_function", lambda *_, **__: None),
     )
 

@@ -130,7 +130,8 @@ class Counts:
 def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     """Train; with what was moved."""
     from megatron.fold3d.policy.offload_choice import choose_offload
-    from megatron.fold3d.runtime.executor import Computations, Executor
+    from megatron.fold3d.runtime.executor import Executor
+    from megatron.fold3d.runtime.feature import Iteration
     from megatron.fold3d.runtime.offload import offloader
     from megatron.fold3d.runtime.offload.offloader import Offloader
     from megatron.fold3d.runtime.transfers.host_link import HostLink
@@ -142,7 +143,7 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     offloader.choose_offload = chosen
 
     counts = Counts([])
-    run, forward, post = Executor.__call__, Computations.forward, P2P.post
+    run, forward, post = Executor.__call__, Iteration.forward, P2P.post
     prepare, send = Offloader.prepare, HostLink.send
     offloaders: list[Offloader] = []
 
@@ -151,9 +152,9 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
             counts.peak = 0
         return run(self, forward_only=forward_only, **kwargs)
 
-    def counted_forward(self: Computations, action: Action) -> None:
+    def counted_forward(self: Iteration, action: Action) -> None:
         forward(self, action)
-        counts.peak = max(counts.peak, len(self.iteration.saved))
+        counts.peak = max(counts.peak, len(self.saved))
 
     def counted_post(self: P2P, *args: Any) -> None:
         post(self, *args)
@@ -169,7 +170,7 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
         counts.sent_lazily += 1
         send(self, *args)
 
-    Executor.__call__, Computations.forward, P2P.post = counted_run, counted_forward, counted_post
+    Executor.__call__, Iteration.forward, P2P.post = counted_run, counted_forward, counted_post
     Offloader.prepare, HostLink.send = counted_prepare, counted_send
     record = train(argv)
     for each in offloaders[:1]:

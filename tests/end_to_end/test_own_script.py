@@ -157,7 +157,7 @@ def _train_on_cpu(script: str, argv: Sequence[str]) -> Record:
     from fold3d_patches.registry import apply
 
     installs = "fold3d.install" in Path(script).read_text()
-    with apply([*cpu.patches(), *(() if installs else (compile_helpers.patch(),))]):
+    with apply([*cpu.patches(), *(() if installs else compile_helpers.PATCHES)]):
         return run_recorded(script, [*OF_CPU, *argv])
 
 

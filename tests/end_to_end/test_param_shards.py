@@ -19,7 +19,7 @@ from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.memory import peak_resident
 from megatron.fold3d.plan.ops import GATHER_OPS
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
+from megatron.fold3d.runtime.feature import Feature, Handler, Iteration
 from megatron.fold3d.runtime.shard_buffers import ShardBuffers
 from tests.distributed import run_distributed
 from tests.end_to_end.test_checkpoints import check_resumed
@@ -150,10 +150,8 @@ def count(argv: Sequence[str]) -> Counted:
 
         return run
 
-    def table(
-        features: Sequence[Feature], iteration: Iteration, innermost: Handlers
-    ) -> dict[Op, Handler]:
-        of_run = make_table(features, iteration, innermost)
+    def table(features: Sequence[Feature], iteration: Iteration) -> dict[Op, Handler]:
+        of_run = make_table(features, iteration)
         if not iteration.trains:
             return of_run
         ddp = [buffer for chunk in iteration.chunks for buffer in chunk.buffers]

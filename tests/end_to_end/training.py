@@ -91,10 +91,10 @@ def train_as_planned(argv: Sequence[str], folder: Path, script: str = "pretrain_
     programs: list[Program] = []
     run_iteration = Executor._run_iteration
 
-    def noted(self: Executor, iteration: Any, computations: Any) -> None:
+    def noted(self: Executor, iteration: Any) -> None:
         if iteration.trains:
             programs.append(iteration.program)
-        run_iteration(self, iteration, computations)
+        run_iteration(self, iteration)
 
     Executor._run_iteration = noted
     record = train([*argv, f"--trace={folder}", f"--trace-iterations={TRACED}-{TRACED}"], script)

@@ -13,7 +13,7 @@ def test_the_build_runs_exactly_where_the_extension_is_missing(
 ) -> None:
     monkeypatch.setattr(compile_helpers, "find_spec", lambda _name: spec)
     built: list[int] = []
-    compile_helpers.patch().make(lambda: built.append(1))()
+    compile_helpers.unless_built.make(lambda: built.append(1))()
     assert len(built) == builds
 
 

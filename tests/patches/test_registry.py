@@ -78,7 +78,7 @@ def test_a_method_keeps_its_kind(
 
 
 def test_what_is_put_around_a_function_gets_it_first_and_has_its_name(upstream: Any) -> None:
-    with apply([around("upstream:three", lambda upstream, size: upstream(size) + 1)]):
+    with apply([around("upstream:three")(lambda upstream, size: upstream(size) + 1)]):
         assert upstream.three(size=1) == 4
         assert upstream.three.__name__ == "three"
 
@@ -154,7 +154,7 @@ def test_of_patches_that_come_together_the_later_is_around_the_earlier(upstream:
     user, rebinds = sys.modules["upstream_user"], ("upstream_user:three",)
     doubled = Patch(target="upstream:three", make=double, rebinds=rebinds)
     with apply(
-        [doubled, around("upstream:three", lambda call, size: call(size) + 1, rebinds=rebinds)]
+        [doubled, around("upstream:three", rebinds=rebinds)(lambda call, size: call(size) + 1)]
     ):
         assert user.three(1) == upstream.three(1) == 7
     assert user.three is upstream.three is three

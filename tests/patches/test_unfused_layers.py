@@ -21,7 +21,7 @@ def test_layers_of_megatron_run_without_apex_though_gradients_are_to_be_fused() 
         "tp_group": dist.group.WORLD,
     }
     try:
-        with apply([*cpu.patches(), *unfused_layers.patches()]):
+        with apply([*cpu.patches(), *unfused_layers.PATCHES]):
             row = RowParallelLinear(4, 2, input_is_parallel=True, **given)
             column = ColumnParallelLinear(2, 4, **given)
             output, _ = column(row(torch.ones(3, 4))[0])

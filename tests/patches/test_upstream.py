@@ -56,11 +56,11 @@ TRACED = replace(CONFIG, trace=Path("trace"))
 NO_METRICS = Metrics(lambda: None, lambda: None)
 TRACER = Tracer(TRACED, NO_METRICS)
 PATCHES = (
-    compile_helpers.patch(),
-    many_queues.patch(),
+    *compile_helpers.PATCHES,
+    *many_queues.PATCHES,
     checkpoint.patch(Offloader(CONFIG)),
     get_forward_backward_func.patch(lambda **_: []),
-    *script_settings.patches(),
+    *script_settings.PATCHES,
     *due_steps.patches(DUE),
     optimizer_step.patch(
         DUE,
@@ -68,22 +68,22 @@ PATCHES = (
         ReplicatedSegments(),
         AutoSchedule(CONFIG, measured_search),
     ),
-    embedding_grads.patch(),
-    *gradient_buckets.patches(),
+    *embedding_grads.PATCHES,
+    *gradient_buckets.PATCHES,
     linear.patch(DelayedWeightGrads()),
     backward_post_hook.patch(EngineWeightGrads()),
     nccl_options.patch(3, 1),
     tensor_parallel_group.patch(Baton()),
     *paired_layers.patches(Baton()),
-    *unfused_layers.patches(),
+    *unfused_layers.PATCHES,
     *cpu.patches(),
     *delta_gather.patches(DeltaGather(measures=True)),
     *spans.iteration(TRACER),
     *collectives.patches(TRACER),
     *spans.updates(TRACER),
     *spans.computations(TRACER),
-    *(parsed_once.patches() if versions.pretrain_parses_flags() else ()),
-    *(finished_sums.patches() if versions.sums_are_awaited_once() else ()),
+    *(parsed_once.PATCHES if versions.pretrain_parses_flags() else ()),
+    *(finished_sums.PATCHES if versions.sums_are_awaited_once() else ()),
 )
 ROOT = Path(__file__).parents[2]
 
@@ -114,7 +114,7 @@ def test_all_patches_fit_together() -> None:
 
 
 def test_no_module_of_megatron_holds_a_patched_symbol_under_another_name() -> None:
-    own_names = [patch.target for patch in parsed_once.patches()]  # of one module, on purpose
+    own_names = [patch.target for patch in parsed_once.PATCHES]  # of one module, on purpose
     patched = {id(symbol(p.target)): p for p in PATCHES if p.target not in own_names}
     forgotten = [
         f"{name}:{attribute} is {patch.target}"

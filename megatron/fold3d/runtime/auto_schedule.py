@@ -36,9 +36,10 @@ from megatron.fold3d.plan.passes.weight_grads import split_in_place
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.predicted import Predicted, Predictions
 from megatron.fold3d.policy.shard_order import started_shares
+from megatron.fold3d.runtime.agreement import slowest
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.measure.run_recorder import RunRecorder
-from megatron.fold3d.runtime.measure.timing import clock, slowest
+from megatron.fold3d.runtime.measure.timing import clock
 from megatron.fold3d.runtime.trial import TIMED, Trial
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ class EarlyRecompute(Feature):
         self._planned: frozenset[Key] = frozenset()
         self._units: dict[Key, list[Any]] = {}  # their autograd contexts
         # The units of the running forward, if it is planned; of a pair each has a thread.
-        self._now = _Now()
+        self._now = threading.local()
 
     def prepare(self, iteration: Iteration) -> None:
         """Note which micro-batches of an iteration have `RECOMPUTE` actions; forget all units."""
@@ -55,9 +55,10 @@ class EarlyRecompute(Feature):
         *args: Any,
     ) -> Any:
         """Run a unit as Megatron's ``checkpoint`` does; note it if it is to be recomputed early."""
-        if self._now.units is None or not torch.is_grad_enabled():
+        units = getattr(self._now, "units", None)
+        if units is None or not torch.is_grad_enabled():
             return upstream(function, distribute_saved_activations, *args)
-        return _Unit.apply(function, distribute_saved_activations, self._now.units, *args)
+        return _Unit.apply(function, distribute_saved_activations, units, *args)
 
     def compute(self, action: Action) -> None:
         """Recompute all units of one stage and micro-batch, and keep the results for the backward.
@@ -67,10 +68,6 @@ class EarlyRecompute(Feature):
         """
         for unit in reversed(self._units.pop((action.stage, action.microbatch))):
             unit.early = _recompute(unit)
-
-
-class _Now(threading.local):
-    units: list[Any] | None = None
 
 
 class _Unit(random.CheckpointFunction):  # type: ignore[misc]

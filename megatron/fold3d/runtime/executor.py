@@ -5,22 +5,16 @@
 when something is computed, never what.
 
 The executor looks up each action's op in a table of handlers. Features fill this table; see
-`Feature`.
+`Feature`. `Iteration` has the innermost handlers.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.schedules import (
-    backward_step,
-    check_first_val_step,
-    forward_step,
-    get_tensor_shapes,
-)
+from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
@@ -30,69 +24,6 @@ from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteratio
 from megatron.fold3d.runtime.plans import Plans
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computations:
-    """The innermost handlers, of FORWARD and BACKWARD.
-
-    The options are those of Megatron's schedule functions.
-    """
-
-    iteration: Iteration
-    forward_step_func: Callable[..., Any]
-    data_iterators: Sequence[Any]
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-
-    def forward(self, action: Action) -> None:
-        """Run one micro-batch's forward of a model chunk.
-
-        Takes the input from ``inputs``, unless this is the first stage, and puts the output into
-        ``outputs``, unless it is the last. In training both are in ``saved`` until the backward.
-        `Iteration` documents their shapes.
-        """
-        this = self.iteration
-        stage, _, microbatch = action
-        segment = this.segment(action)
-        input_tensor = this.inputs.pop((stage, microbatch), None)
-        is_last_stage = stage == this.plan.num_stages - 1
-        output, num_tokens = forward_step(
-            self.forward_step_func,
-            self.data_iterators[segment],
-            this.chunks[segment],
-            this.plan.num_microbatches,
-            input_tensor,
-            this.reports,
-            this.config,
-            this.groups.cp.size(),
-            self.collect_non_loss_data,
-            is_first_microbatch=check_first_val_step(
-                self.first_val_step, not this.trains, microbatch == 0
-            ),
-            current_microbatch=microbatch,
-            vp_stage=segment if len(this.chunks) > 1 else None,
-            is_last_stage=is_last_stage,
-        )
-        this.num_tokens += num_tokens
-        if not is_last_stage:
-            this.outputs[stage, microbatch] = output
-        if this.trains:
-            this.saved[stage, microbatch] = input_tensor, output
-
-    def backward(self, action: Action) -> None:
-        """Run one micro-batch's backward of a model chunk.
-
-        Takes the output's gradient from ``output_grads``, unless this is the last stage, and puts
-        the input's gradient into ``input_grads``, unless it is the first.
-        """
-        this = self.iteration
-        key = action.stage, action.microbatch
-        input_tensor, output = this.saved.pop(key)
-        output_grad = this.output_grads.pop(key, None)
-        input_grad = backward_step(input_tensor, output, output_grad, this.config)
-        if action.stage > 0:
-            this.input_grads[key] = input_grad
 
 
 class Executor:
@@ -139,6 +70,7 @@ class Executor:
         if forward_only and num_microbatches < 1:
             return []  # `--eval-global-batch-size 0`: nothing is evaluated, with stock as well
         chunks = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(chunks[0])
         if problems := [*script_problems(config)]:  # what a script has set without a flag
             raise ValueError("\n".join(problems))
@@ -158,17 +90,14 @@ class Executor:
             pp_group=pp_group,
             trains=not forward_only,
             shapes=_shapes(sizes, config, groups, adjust_tensor_shapes_fn),
-            force_all_reduce=force_all_reduce,
-        )
-        computations = Computations(
-            iteration=iteration,
             forward_step_func=forward_step_func,
-            data_iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator],
+            data_iterators=iterators,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
+            force_all_reduce=force_all_reduce,
         )
         with iteration.ends:
-            self._run_iteration(iteration, computations)
+            self._run_iteration(iteration)
         self._where = iteration.rank, "the optimizer step, or else between two iterations"
         return iteration.reports
 
@@ -191,13 +120,12 @@ class Executor:
             job = feature.decide(job, rank)
         return self._plans.training(job)
 
-    def _run_iteration(self, iteration: Iteration, computations: Computations) -> None:
+    def _run_iteration(self, iteration: Iteration) -> None:
         for feature in self._features:
             self._where = iteration.rank, feature.preparing
             feature.prepare(iteration)
         self._announce(iteration.plan)
-        innermost = {Op.FORWARD: computations.forward, Op.BACKWARD: computations.backward}
-        handlers = _table(self._features, iteration, innermost)
+        handlers = _table(self._features, iteration)
         with _timed(iteration.config):
             for action in iteration.program:
                 try:
@@ -229,10 +157,10 @@ class Executor:
             note_place(error, *self._where)
 
 
-def _table(features: Sequence[Feature], iteration: Iteration, innermost: Handlers) -> Handlers:
-    """Return the handler of each op: the innermost handlers, wrapped by the features."""
+def _table(features: Sequence[Feature], iteration: Iteration) -> Handlers:
+    """Return the handler of each op: the iteration's computations, wrapped by the features."""
     table: dict[Op, Handler] = dict.fromkeys(Op, _refuse_action)
-    table |= innermost
+    table |= {Op.FORWARD: iteration.forward, Op.BACKWARD: iteration.backward}
     for feature in reversed(features):
         table |= feature.handlers(iteration, table.copy())
     return table

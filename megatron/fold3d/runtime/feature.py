@@ -2,17 +2,8 @@
 
 For each iteration the executor makes a new table with a handler for each op. Features fill the
 table, from the innermost outwards: each receives the table so far, and returns handlers for its own
-ops and wrappers around other features' handlers. A feature that is off is not in the list.
-
-        features  [preemption, pairs, transfers, trace, grad sync, weight grads, offload]
-                        outermost ──────────────────────────────────────> innermost
-
-        a BACKWARD    transfers   take the gradient of the output, announce the next send
-                        trace       note the begin of the computation
-                          grad sync   let DDP's hooks reduce, before the last backward
-                            weight grads   keep their operands
-                              offload     wait for the reloaded activations
-                                Megatron's backward_step
+ops and wrappers around other features' handlers (docs/architecture.md, Executor and features). A
+feature that is off is not in the list.
 
 Keeps one invariant: a feature may change when something happens, never what is computed.
 """
@@ -25,6 +16,11 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    check_first_val_step,
+    forward_step,
+)
 
 from megatron.fold3d.plan.compile import Job
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
@@ -41,9 +37,10 @@ class Iteration:
     """One call of the executor: its plan, the model, and the tensors between computations.
 
     Attributes:
-        chunks: this rank's model chunks, by segment.
+        chunks: this rank's model chunks, by segment; ``data_iterators`` are theirs.
         trains: False for an evaluation, which has forwards only.
         shapes: the shapes of received tensors, by op: ``[seq, batch, hidden]``.
+        forward_step_func: this and all below are options of Megatron's schedule functions.
         ends: callbacks that run when the iteration ends, also after an error.
         saved: input and output of each forward whose backward has not run.
         inputs: stage inputs that were received and not used yet.
@@ -69,7 +66,11 @@ class Iteration:
     pp_group: dist.ProcessGroup
     trains: bool
     shapes: Mapping[Op, Sequence[int]]
-    force_all_reduce: bool | None = False
+    forward_step_func: Callable[..., Any]
+    data_iterators: Sequence[Any]
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    force_all_reduce: bool | None
     ends: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -97,6 +98,52 @@ class Iteration:
     def segment(self, action: Action) -> int:
         """Return the segment of an action: the index of its model chunk."""
         return action.stage // self.plan.num_ranks
+
+    def forward(self, action: Action) -> None:
+        """Run one micro-batch's forward of a model chunk.
+
+        Takes the input from ``inputs``, unless this is the first stage, and puts the output into
+        ``outputs``, unless it is the last. In training both are in ``saved`` until the backward.
+        """
+        stage, _, microbatch = action
+        segment = self.segment(action)
+        input_tensor = self.inputs.pop((stage, microbatch), None)
+        is_last_stage = stage == self.plan.num_stages - 1
+        output, num_tokens = forward_step(
+            self.forward_step_func,
+            self.data_iterators[segment],
+            self.chunks[segment],
+            self.plan.num_microbatches,
+            input_tensor,
+            self.reports,
+            self.config,
+            self.groups.cp.size(),
+            self.collect_non_loss_data,
+            is_first_microbatch=check_first_val_step(
+                self.first_val_step, not self.trains, microbatch == 0
+            ),
+            current_microbatch=microbatch,
+            vp_stage=segment if len(self.chunks) > 1 else None,
+            is_last_stage=is_last_stage,
+        )
+        self.num_tokens += num_tokens
+        if not is_last_stage:
+            self.outputs[stage, microbatch] = output
+        if self.trains:
+            self.saved[stage, microbatch] = input_tensor, output
+
+    def backward(self, action: Action) -> None:
+        """Run one micro-batch's backward of a model chunk.
+
+        Takes the output's gradient from ``output_grads``, unless this is the last stage, and puts
+        the input's gradient into ``input_grads``, unless it is the first.
+        """
+        key = action.stage, action.microbatch
+        input_tensor, output = self.saved.pop(key)
+        output_grad = self.output_grads.pop(key, None)
+        input_grad = backward_step(input_tensor, output, output_grad, self.config)
+        if action.stage > 0:
+            self.input_grads[key] = input_grad
 
 
 class Feature:

@@ -25,10 +25,10 @@ from megatron.fold3d.policy.recompute_choice import (
     fewest_counts,
     fully_recomputed_peak,
 )
+from megatron.fold3d.runtime.agreement import gathered
 from megatron.fold3d.runtime.device import free_device_bytes, held_device_bytes, peak_device_bytes
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration, within
 from megatron.fold3d.runtime.measure.saved_bytes import SavedBytes, left_bytes
-from megatron.fold3d.runtime.measure.timing import gathered
 from megatron.fold3d.runtime.recompute_counts import blocks_of, recompute_first
 
 logger = logging.getLogger(__name__)

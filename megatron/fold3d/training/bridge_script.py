@@ -45,7 +45,10 @@ def bridge(**flags: Any) -> ExitStack:
                 _set_up(config, args)
             upstream(config)
             with refused():
-                _install(config, read_bridge(config, args), schedule)
+                complete = read_bridge(config, args)
+                launch.check(complete)
+                launch.install(complete, schedule)
+            config.ddp.align_param_gather = complete.align_param_gather
 
         patched.enter_context(apply([*bridge_config.patches(update)]))
     return patched
@@ -59,12 +62,6 @@ def _set_up(config: Any, args: Namespace) -> None:
         config.model.virtual_pipeline_model_parallel_size = segments
     for name, value in defaults.items():
         setattr(config.model, name, value)
-
-
-def _install(config: Any, args: Namespace, schedule: ExitStack) -> None:
-    launch.check(args)
-    launch.install(args, schedule)
-    config.ddp.align_param_gather = args.align_param_gather
 
 
 def _parsed(flags: dict[str, Any]) -> Namespace:

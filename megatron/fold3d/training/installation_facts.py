@@ -33,7 +33,8 @@ from megatron.fold3d.config.all_flags import add_arguments
 from megatron.fold3d.config.gpu_settings import OFFLOAD_LIBRARY, blocking_settings
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.runtime import preemption
-from megatron.fold3d.runtime.measure import lanes, layer_rates, timing
+from megatron.fold3d.runtime.agreement import gathered, slowest
+from megatron.fold3d.runtime.measure import lanes, layer_rates
 from megatron.fold3d.upstream.pretrain import tried
 
 _PREEMPTION = Path(preemption.__file__).parent
@@ -213,7 +214,7 @@ def meet(
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_TIMEOUT)
-    everyones = timing.gathered(mine)
+    everyones = gathered(mine)
     measured = lanes.links(device)
     machine, busy_gpus = _machine(device) if measures else ({}, ())
     dist.destroy_process_group()
@@ -244,9 +245,7 @@ def _machine(device: torch.device) -> tuple[dict[str, Any], Sequence[Finding]]:
         free, total = torch.cuda.mem_get_info(device)
         of_others = float(total - free - torch.cuda.memory_reserved(device))
     layers, drift = layer_rates.layer_rates(device)
-    memory_s, of_others = timing.slowest(
-        [1 / layer_rates.memory_bytes_per_s(device), of_others], device
-    )
+    memory_s, of_others = slowest([1 / layer_rates.memory_bytes_per_s(device), of_others], device)
     if device.type == "cuda" and (finding := busy(of_others, drift)) is not None:
         return {}, (finding,)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

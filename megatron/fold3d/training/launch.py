@@ -110,9 +110,7 @@ def prepare(
 
     Args:
         patched: the stack that receives the patches' exit callbacks.
-        extra_args_provider: adds the script's own flags, as in Megatron's parser.
-        args_defaults: values of flags that are not given, by their attributes' names.
-        ignore_unknown_args: whether to ignore unknown flags, which the script may read.
+        extra_args_provider: this and the next two are as of `own_script.parse_args`.
         builds_own_model: whether the script's model is not known to be Megatron's.
 
     Raises:

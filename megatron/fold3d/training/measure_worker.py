@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
 from megatron.fold3d.policy.grad_sync_cuts import rings_are_buffered
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
+from megatron.fold3d.runtime.agreement import slowest
 from megatron.fold3d.runtime.measure import lanes, timing
 from megatron.fold3d.training.leaving import end_with_parent, meeting_point
 
@@ -106,7 +107,7 @@ def _measure(args: Namespace, device: torch.device) -> HardwareProfile:
         *_forward_and_backward(first, shape, dtype, device, tokens=tokens),
         *_forward_and_backward(last, shape, dtype, device, labels=tokens),
     ]
-    layer_forward_s, layer_backward_s, *others = timing.slowest(found, device)
+    layer_forward_s, layer_backward_s, *others = slowest(found, device)
     first_forward_s, first_backward_s, last_forward_s, last_backward_s = others
     element_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 else dtype.itemsize
     layer_bytes, last_bytes = (

@@ -60,7 +60,7 @@ def steps(parts: Sequence[list[int]]) -> tuple[list[list[float]], list[Any], lis
     config = OptimizerConfig(lr=1.0, clip_grad=0.0)
     optimizer = ChainedOptimizer([FP32Optimizer(inner, config, lambda *_: None)])
     norms = []
-    for iteration, lr in enumerate(LEARNING_RATES):
+    for lr in LEARNING_RATES:
         for parameter in parameters:
             parameter.main_grad = torch.rand(3, generator=generator)
         for group in inner.param_groups:
@@ -69,7 +69,7 @@ def steps(parts: Sequence[list[int]]) -> tuple[list[list[float]], list[Any], lis
             _, norm, _ = optimizer.step()
             optimizer.zero_grad()
         else:
-            late = PartialStep(optimizer, iteration)
+            late = PartialStep(optimizer)
             for number, part in enumerate(parts):
                 for group in inner.param_groups if number else ():
                     group["lr"], group["weight_decay"] = 7.0, 7.0  # the scheduler went on

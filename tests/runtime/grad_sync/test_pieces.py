@@ -7,18 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.runtime.events import UNHEARD
-from megatron.fold3d.runtime.grad_sync.pieces import Piece, split_after
-from megatron.fold3d.runtime.grad_sync.stage_gradients import (
-    StageGradients,
+from megatron.fold3d.runtime.grad_sync.pieces import (
+    Piece,
     in_iteration_offsets,
     of_shards,
     outside,
     ranges_of,
     slices,
+    split_after,
 )
-from megatron.fold3d.runtime.grad_sync.sums import Sums
+from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients
 from tests.distributed import run_distributed
 from tests.runtime.grad_sync.buckets import bucket_of, group_of
 
@@ -60,7 +58,7 @@ def test_each_gradient_is_scaled_and_handed_over_once(bucket: Any):
     bucket.gradient_scaling_factor = 2.0
     group = group_of(bucket, None)
     chunk = SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[])
-    gradients = StageGradients(chunk, frozenset(), 1 << 60)
+    gradients = StageGradients(chunk, 0)
 
     def complete(*unfinished: torch.nn.Parameter) -> list[list[int]]:
         return numbers(
@@ -159,16 +157,15 @@ def _start_in_parts() -> list[int]:
     group = group_of(bucket_of(torch.arange(10.0), RANGES), dist.group.WORLD)
     chunk = Chunk(1, 1)
     chunk.bucket_groups, chunk.expert_parallel_bucket_groups = [group], []
-    sums = Sums(UNHEARD, [chunk])
-    sums._names = {chunk: Action(0, Op.ALL_REDUCE)}
+    gradients = StageGradients(chunk, 0)
     for end, unfinished in ((200, {A, B}), (200, {A, B}), (750, {A, B}), (700, ()), (1000, ())):
         started.append(0)
-        sums.complete(chunk, unfinished)
-        sums.start_until(chunk, end)
-    sums.wait(chunk)
-    assert not sums.is_running(chunk)
+        gradients.complete(unfinished)
+        gradients.start_until(end)
+    gradients.wait()
+    assert not gradients.is_running
     started.append(0)
-    sums.start_until(chunk, 1000)  # nothing is in flight
+    gradients.start_until(1000)  # nothing is in flight
     dist.destroy_process_group()
     return started
 

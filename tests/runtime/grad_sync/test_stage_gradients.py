@@ -40,7 +40,7 @@ def _reduce_parts(most_balanced: int) -> tuple[list[int], list[float], list[floa
     of_parts = {torch.nn.Parameter(torch.zeros(1)): part for part in PARTS}
     bucket_group = group_of(bucket_of(data, of_parts), group, is_sharded=True)
     chunk = SimpleNamespace(bucket_groups=[bucket_group], force_all_reduce=False)
-    gradients, unfinished = StageGradients(chunk, frozenset(), 1 << 60), list(of_parts)
+    gradients, unfinished = StageGradients(chunk, 0), list(of_parts)
     transfers = []
     for parameter in of_parts:
         unfinished.remove(parameter)

@@ -204,7 +204,7 @@ def test_an_emptied_storage_and_the_next_at_its_address_are_two():
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     for source, place in zip(sources, saved.places(buffer), strict=True):
         place.copy_(source)
-    saved.leave(None)
+    saved.leave()
     saved.restore(buffer)
     (gradient,) = torch.autograd.grad(later.sum(), tripled)
     assert torch.equal(gradient, later)

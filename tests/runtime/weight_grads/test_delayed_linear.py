@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads, Parallel
+from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
 
 pytestmark = pytest.mark.gloo
 
@@ -19,8 +19,7 @@ def test_operands_are_freed_with_their_weight_gradients() -> None:
     freed = weakref.ref(x)
 
     def run_backward(_: Action) -> None:
-        parallel = Parallel(allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
-        delayed._keep(weight, None, parallel, x, torch.ones(4, 1, 2))
+        delayed._keep(weight, None, None, x, torch.ones(4, 1, 2))
 
     program = tuple(map(Action.from_str, ("0F0", "0B0", "0W0")))
     iteration: Any = SimpleNamespace(program=program)

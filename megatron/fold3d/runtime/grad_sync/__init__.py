@@ -5,9 +5,9 @@ next iteration, `ReplicatedSegments` has segments whose optimizer is not sharded
 has process groups for GPUs with one hardware queue. Who owns a gradient whose sum the plan cuts or
 carries, from its backward to its step:
 
-    DDP ──────────> StageGradients ─────────> Sums ──────────────> PartialStep ──> DDP
-        complete:                  take(end):      wait: summed                zero
-        checked, scaled            in pieces
+    DDP ──────────> StageGradients ─────────────────────────────> PartialStep ──> DDP
+        complete:       start_until: in pieces     wait: summed              zero
+        checked, scaled
 
 If the sum is carried, `DueSteps` asks for that step in the next iteration. If it is not, Megatron
 steps it. Whole sums of an iteration are DDP's from first to last.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import create_group
 
-from megatron.fold3d.runtime.measure.timing import gathered
+from megatron.fold3d.runtime.agreement import gathered
 
 Ranks = tuple[int, ...]
 

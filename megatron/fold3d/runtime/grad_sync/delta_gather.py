@@ -3,10 +3,7 @@
 With the distributed optimizer each replica steps its shard of the parameters, and then all replicas
 gather the parameters, 16 bits each. But every replica holds the old parameters, and a step moves
 most of them by a few units in the last place. So a replica sends the differences, in Rice's code,
-and the others decode the new parameters in place:
-
-    replica 0   step ─ encode ─┐ sizes,    ┌ all-gather ─ decode shard 1 ─ forward
-    replica 1   step ─ encode ─┘ checksums └ all-gather ─ decode shard 0 ─ forward
+and the others decode the new parameters in place.
 
 The length of a message depends on the new values. Replicas exchange the lengths right after the
 step, where ``train_step`` waits for the device anyway, and the all-gather of a bucket uses the

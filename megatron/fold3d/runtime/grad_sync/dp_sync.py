@@ -20,7 +20,7 @@ from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, is_sharded, start_gathers
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.grad_sync.sums import Sums
+    from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients
 
 
 class DPSync(Feature):
@@ -45,7 +45,7 @@ class DPSync(Feature):
     def __init__(self, recorder: Events = UNHEARD, side: Callable[[], int] | None = None) -> None:
         self._recorder = recorder
         self._side = side or (lambda: 0)
-        self._in_parts: Sums | None = None
+        self._in_parts: dict[int, StageGradients] = {}  # by segment whose sum was cut
         self._chunks: Sequence[Any] = ()
         self._overlaps = False
 
@@ -84,9 +84,9 @@ class DPSync(Feature):
         def reduce(action: Action) -> None:
             segment = iteration.segment(action)
             if action.stage in in_parts:
-                sums, chunk = self._sums_in_parts(iteration), self._chunks[segment]
-                sums.complete(chunk, iteration.unfinished.get(action.stage, ()))
-                sums.start_until(chunk, action.end)
+                gradients = self._gradients_in_parts(segment, action.stage)
+                gradients.complete(iteration.unfinished.get(action.stage, ()))
+                gradients.start_until(action.end)
             if action.end == WHOLE:
                 self.complete(segment)
                 self.start_reduction(segment)
@@ -151,18 +151,18 @@ class DPSync(Feature):
     def wait(self, segment: int) -> None:
         """Wait for the segment's reduction; ``finalize_model_grads`` then skips it."""
         chunk = self._chunks[segment]
-        if self._in_parts is not None:
-            self._in_parts.wait(chunk)
+        if segment in self._in_parts:
+            self._in_parts[segment].wait()
         if self._overlaps:
             chunk.finish_grad_sync(force_all_reduce=chunk.force_all_reduce)
 
-    def _sums_in_parts(self, iteration: Iteration) -> "Sums":
-        if self._in_parts is None:
-            from megatron.fold3d.runtime.grad_sync.sums import Sums
+    def _gradients_in_parts(self, segment: int, stage: int) -> "StageGradients":
+        if segment not in self._in_parts:
+            from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients
 
-            self._in_parts = Sums(self._recorder, self._chunks)
-        self._in_parts.name_after(iteration)
-        return self._in_parts
+            of_segment = StageGradients(self._chunks[segment], stage, self._recorder)
+            self._in_parts[segment] = of_segment
+        return self._in_parts[segment]
 
     def _enable_hooks(self, segment: int, are_on: "bool | _IsOn") -> None:
         for bucket_group in bucket_groups(self._chunks[segment]):

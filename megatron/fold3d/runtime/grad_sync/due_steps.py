@@ -7,7 +7,7 @@ begins. They do not start earlier, because between two iterations Megatron runs 
 collectives, for norms and losses, which would have to share the links.
 
 Right before a chunk's first forward, this rank waits for the chunk's gradients and takes the
-optimizer step of their iteration. `Sums` runs the reductions; this module takes the steps.
+optimizer step of their iteration. `StageGradients` reduces, this module steps.
 
     segments 0 and 1 of a rank; a is the backward share of a segment's DP.sync, b the rest
 
@@ -25,10 +25,8 @@ data in the order in which the forward needs it.
     DP.sync            ── 0a ── 0b ─┬─ gather 0 ── 1b ─┬─ gather 1 ── 2b ─
     compute                         step 0   .. 0F ..  step 1 .. 0F .. │ 1F
 
-A run that may clip or skip steps has two plans. `free` carries DP.sync; with `clipped` DP.sync ends
-with the iteration. The run begins with `clipped`, and switches to `free` after a step that is not
-clipped. If a step of `free` has to wait for all gradients, the run switches back. The next switch
-to `free` then needs twice as many unclipped steps in a row.
+A run that may clip or skip steps has two plans: `DueSteps.is_free` tells when DP.sync is carried
+(docs/architecture.md, Steps that may be clipped or skipped).
 
 Keeps one invariant: from the start of a chunk's reduction until its step, no other code reads the
 chunk's gradients, adds to them or zeroes them, or reads its parameters. Gradients that Megatron
@@ -46,7 +44,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.compile import Job
-from megatron.fold3d.plan.ir import Action, Op, carried
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, carried
 from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
@@ -58,7 +56,11 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
 )
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
-from megatron.fold3d.runtime.grad_sync.sums import UNCUT, Sums, reduced_in_iteration
+from megatron.fold3d.runtime.grad_sync.stage_gradients import (
+    UNCUT,
+    StageGradients,
+    reduced_in_iteration,
+)
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
@@ -97,13 +99,12 @@ class DueSteps(Feature):
         communicator: "PreemptiveCommunicator | None" = None,
         recorder: Events = UNHEARD,
     ) -> None:
-        self.sums = Sums(recorder)  # of no chunk yet
         self.is_free = not config.clips_or_scales  # a young model's gradients are large
         self._config = config
         self._communicator, self._recorder = communicator, recorder
 
         # Known with the first iteration.
-        self._chunks: Sequence[Any] = ()
+        self._gradients: dict[Any, StageGradients] = {}  # by chunk
         self._reduced_in_iteration: AbstractSet[torch.nn.Parameter] = frozenset()
         self._norm_bound: NormBound | None = None
         self._in_iteration = False
@@ -116,8 +117,7 @@ class DueSteps(Feature):
 
         # Of the step that Megatron asked for last.
         self._step: PartialStep | None = None
-        self._report: Report | None = None
-        self._is_logged = False  # its norm
+        self._tell: Report = lambda _norm: None
         self._bound: Bound | None = None
         self._num_calm = 0  # of the latest steps: in a row neither clipped nor skipped
         self._needed = 1  # of these, before a step may be late
@@ -142,11 +142,10 @@ class DueSteps(Feature):
             self.take_all()
             return
         self._in_iteration = True
-        if not self._chunks:
+        if not self._gradients:
             self._connect(iteration)
         if self._norm_bound is not None:
             self._norm_bound.clear()
-        self.sums.name_after(iteration)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return handlers that sum, step and gather what is carried; all else is DDP's."""
@@ -163,12 +162,12 @@ class DueSteps(Feature):
                 return
             if action.stage in stepped:
                 self._complete(chunk(action), iteration.unfinished.get(action.stage, ()))
-            self.sums.start_until(chunk(action), action.end)
+            self._gradients[chunk(action)].start_until(action.end)
 
         def keep(action: Action) -> None:
             inner[Op.REDUCE_KEPT](action)
             self._complete(chunk(action))
-            self.sums.keep(chunk(action))
+            self._gradients[chunk(action)].keep()
 
         def step(action: Action) -> None:
             if action.stage in late:
@@ -186,7 +185,7 @@ class DueSteps(Feature):
         return {
             **dict.fromkeys(SUM_OPS, reduce),
             Op.REDUCE_KEPT: keep,
-            Op.FINALIZE: lambda action: self.sums.finish_kept(chunk(action)),
+            Op.FINALIZE: lambda action: self._gradients[chunk(action)].finish_kept(),
             Op.STEP: step,
             Op.ALL_GATHER: gather,
         }
@@ -197,9 +196,9 @@ class DueSteps(Feature):
 
     def _complete(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> None:
         """Note which of a chunk's gradients are complete: all but those of ``unfinished``."""
-        pieces = self.sums.complete(chunk, unfinished)
+        pieces = self._gradients[chunk].complete(unfinished)
         if self._norm_bound is not None:
-            self._norm_bound.add(self._chunks.index(chunk), pieces)
+            self._norm_bound.add([*self._gradients].index(chunk), pieces)
 
     def finish_step(self, chunk: Any) -> bool:
         """If a chunk's step is due, wait for its gradients, take the step and zero them.
@@ -208,7 +207,7 @@ class DueSteps(Feature):
             Whether the step was due.
         """
         if chunk not in self._due:
-            assert not self.sums.is_running(chunk), "its gradients were not waited for"
+            assert not self._is_summed(chunk), "its gradients were not waited for"
             return False
         assert self._step is not None
         self._wait_for(chunk)
@@ -238,28 +237,33 @@ class DueSteps(Feature):
             logs: whether Megatron logs this iteration; it always logs the first of a run.
         """
         self._report_norm()
-        late = [chunk for chunk in self._chunks if self.sums.is_running(chunk)]
-        reduced = [chunk for chunk in self._chunks if chunk not in late]
+        late = [chunk for chunk in self._gradients if self._is_summed(chunk)]
+        reduced = [chunk for chunk in self._gradients if chunk not in late]
         if not (late and self._may_be_late(optimizer, reduced, late)):
             self._num_whole += 1
-            self.sums.start_left()
+            self._start_left()
             for chunk in late:
                 self._wait_for(chunk)
             outcome = whole_step()
             self._choose_next(optimizer.config, outcome, had_to_wait=bool(late))
             return outcome
-        self._is_logged = logs or not (self._num_late or self._num_whole)
-        self._report = report
+        known = "" if self._bound is None else f", bound {self._bound.norm:.6g}"
+        is_logged = logs or not (self._num_late or self._num_whole)
+
+        def tell(norm: float) -> None:
+            if is_logged:
+                told = iteration, norm, known
+                log_single_rank(logger, logging.INFO, "grad norm of iteration %s: %s%s", *told)
+            if report is not None:
+                report(norm)
+
+        self._tell = tell
         self._num_late += 1
         self._needed = max(1, self._needed // 2)
-        shares = self._shares or (1.0,) * len(self._chunks)
-        self._count_rest(
-            sum(
-                (1 - share) * self.sums.gradients[chunk].num_bytes
-                for chunk, share in zip(self._chunks, shares, strict=True)
-            )
-        )
-        self._step = PartialStep(optimizer, iteration)
+        shares = self._shares or (1.0,) * len(self._gradients)
+        of_chunks = zip(self._gradients.values(), shares, strict=True)
+        self._count_rest(sum((1 - share) * its.num_bytes for its, share in of_chunks))
+        self._step = PartialStep(optimizer)
         if parameters := [p for chunk in reduced for p in chunk.parameters()]:
             self._step.take(parameters)
         if not self._gathers_later:
@@ -270,7 +274,7 @@ class DueSteps(Feature):
 
     def scale(self, upstream: Callable[..., None], chunk: Any, factor: Any) -> None:
         """Scale a chunk's gradients as ``upstream`` does; once reduced, if they still are."""
-        if self.sums.is_running(chunk):
+        if self._is_summed(chunk):
             self._scaling[chunk] = factor
         else:
             upstream(chunk, factor)
@@ -283,8 +287,8 @@ class DueSteps(Feature):
 
     def take_all(self) -> None:
         """Finish all reductions and due steps; the parameters are then up to date."""
-        self.sums.start_left()
-        for chunk in [chunk for chunk in self._chunks if chunk in self._due]:
+        self._start_left()
+        for chunk in [chunk for chunk in self._gradients if chunk in self._due]:
             self.finish_step(chunk)
             if self._is_sharded:
                 chunk.start_param_sync(force_sync=True)
@@ -299,7 +303,7 @@ class DueSteps(Feature):
         if self._in_iteration or error is not None:
             return
         self.take_all()
-        for chunk in self._chunks:
+        for chunk in self._gradients:
             self._wait_for(chunk)
         if self._num_late or self._num_whole:
             log_single_rank(
@@ -313,7 +317,7 @@ class DueSteps(Feature):
     def _gather(self, chunk: Any) -> None:
         """Start to gather a stepped chunk's parameters, if they are sharded."""
         if self._is_sharded:
-            self.sums.gather(chunk)
+            self._gradients[chunk].gather()
 
     def _may_be_late(self, optimizer: Any, reduced: Sequence[Any], late: Sequence[Any]) -> bool:
         """True if the step is certain to be neither clipped nor skipped."""
@@ -347,35 +351,38 @@ class DueSteps(Feature):
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
         slice_bytes = UNCUT if self._config.choice.slices else self._config.slice_bytes
-        self.sums = Sums(self._recorder, chunks, self._reduced_in_iteration, slice_bytes, ours)
+        cut = self._reduced_in_iteration, slice_bytes, ours
+        for segment, chunk in enumerate(chunks):
+            stage = segment * iteration.plan.num_ranks + iteration.rank
+            self._gradients[chunk] = StageGradients(chunk, stage, self._recorder, *cut)
         if self._config.clips_or_scales:
             self._norm_bound = NormBound(chunks, iteration.device)
-        self._chunks = chunks
+
+    def _is_summed(self, chunk: Any) -> bool:
+        """True while gradients of a chunk are being summed, and are not waited for."""
+        return chunk in self._gradients and self._gradients[chunk].is_running
+
+    def _start_left(self) -> None:
+        """Start all that is complete and was not started, lowest chunk first."""
+        for gradients in self._gradients.values():
+            gradients.start_until(WHOLE)
 
     def _wait_for(self, chunk: Any) -> None:
         """Wait for a chunk's reduction, if one is in flight, then apply a deferred scaling."""
-        self.sums.wait(chunk)
+        if chunk in self._gradients:
+            self._gradients[chunk].wait()
         if (factor := self._scaling.pop(chunk, None)) is not None:
             chunk.scale_gradients(factor)
 
     def _count_rest(self, num_bytes: float) -> None:
         """Record in the trace which share of the gradients is reduced in the next iteration."""
-        buckets = (b for group in bucket_groups(*self._chunks) for b in group.buckets)
+        buckets = (b for group in bucket_groups(*self._gradients) for b in group.buckets)
         if all_bytes := sum(bucket.grad_data.nbytes for bucket in buckets):
             self._recorder.count("deferred_grad_sync_share", num_bytes / all_bytes)
 
     def _report_norm(self) -> None:
         """Log and report the gradient norm of the last deferred step, now that it is complete."""
         assert not self._due, "a chunk ran no forward since its step became due"
-        if self._step is None:
-            return
-        norm = self._step.grad_norm()
-        if self._is_logged:
-            known = "" if self._bound is None else f", bound {self._bound.norm:.6g}"
-            iteration = self._step.iteration
-            log_single_rank(
-                logger, logging.INFO, "grad norm of iteration %s: %s%s", iteration, norm, known
-            )
-        if self._report is not None:
-            self._report(norm)
+        if self._step is not None:
+            self._tell(self._step.grad_norm())
         self._step = None

@@ -37,10 +37,10 @@ from megatron.core.optimizer.distrib_optimizer import Range
 from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 
 from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.runtime.agreement import gathered
 from megatron.fold3d.runtime.feature import Feature, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
 from megatron.fold3d.runtime.grad_sync.partial_step import side_by_side
-from megatron.fold3d.runtime.measure.timing import gathered
 from megatron.fold3d.upstream.versions import copy_optimizer_param_metadata
 
 Key = tuple[int, int, int]

@@ -40,8 +40,7 @@ class PartialStep:
         optimizer: Megatron's ``ChainedOptimizer``.
     """
 
-    def __init__(self, optimizer: Any, iteration: int) -> None:
-        self.iteration = iteration
+    def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._settings = [_settings(group) for group in self._groups()]
         device = optimizer.get_loss_scale().device

@@ -1,6 +1,6 @@
-"""Pieces of a model chunk's gradients; one collective sums each."""
+"""Pieces of a model chunk's gradients, cut out of buckets; one collective sums each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -11,6 +11,7 @@ from megatron.core.distributed.reduce_scatter_with_fp32_accumulation import (
     reduce_scatter_with_fp32_accumulation,
 )
 
+from megatron.fold3d.policy.shard_order import in_shards
 from megatron.fold3d.runtime.device import Launched
 
 
@@ -146,3 +147,74 @@ def _split[Part](
         first += [ours] if size(ours) else []
         rest += [others] if size(others) else []
     return first, rest
+
+
+def reduce_op(bucket_group: Any) -> Any:
+    """Return the reduce op of DDP's collectives, sum or average."""
+    average = bucket_group.ddp_config.average_in_collective
+    return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+
+
+def of_shards(
+    bucket_group: Any, bucket: Any, begin: int, end: int, group: dist.ProcessGroup
+) -> Piece:
+    """Return the same part, from ``begin`` to ``end``, of the shard of every rank of a group."""
+    data, config = bucket.grad_data, bucket_group.ddp_config
+    shards = data.chunk(group.size())
+    return Piece(
+        tuple((shard[begin:end],) for shard in shards),
+        reduce_op(bucket_group),
+        group,
+        scatters=True,
+        bucket=data if end - begin == shards[0].numel() else None,
+        in_fp32=bool(config.reduce_scatter_with_fp32_accumulation),
+    )
+
+
+def ranges_of(bucket: Any, parameters: Container[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the sorted ``(begin, end)`` ranges of some parameters, of any shape, in a bucket."""
+    return sorted(bucket.param_to_index[p] for p in bucket.params if p in parameters)
+
+
+def slices(
+    bucket: Any,
+    reduced_in_iteration: Container[torch.nn.Parameter],
+    slice_bytes: int,
+    first: int,
+    last: int,
+) -> Iterator[torch.Tensor]:
+    """Yield 1-D views of a bucket's other gradients from offset ``first`` to ``last``.
+
+    The views are contiguous, in order, at most ``slice_bytes`` large, and of the bucket's own
+    buffer, which DDP owns.
+    """
+    data = bucket.grad_data
+    for begin, end in outside(ranges_of(bucket, reduced_in_iteration), data.numel()):
+        here = data[max(begin, first) : min(end, last)]
+        if here.numel():
+            yield from here.split(slice_bytes // data.element_size())
+
+
+def in_iteration_offsets(
+    bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter], num_shards: int
+) -> list[tuple[int, int]]:
+    """Return the sorted ``(begin, end)`` parts of a shard with `ranges_of` of any shard.
+
+    A reduce-scatter sums the same part of every shard, so a part counts if any shard needs it.
+    """
+    size = bucket.grad_data.numel() // num_shards
+    parts = sorted(
+        (first - shard * size, last - shard * size)
+        for begin, end in ranges_of(bucket, reduced_in_iteration)
+        for shard, first, last in in_shards(begin, end, size)
+    )
+    return list(outside(outside(parts, size), size))  # merges what overlaps or touches
+
+
+def outside(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """Yield the ``(begin, end)`` parts of ``size`` elements outside of all sorted ranges."""
+    done = 0
+    for begin, end in (*ranges, (size, size)):
+        if done < begin:
+            yield done, begin
+        done = max(done, end)

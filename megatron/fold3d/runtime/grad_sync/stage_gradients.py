@@ -1,8 +1,9 @@
-"""The gradients of one model chunk: what is complete, and what is summed next.
+"""The gradients of one model chunk: what is complete, what is summed next, and the sums in flight.
 
-Their order is the one in which they become complete. Usually all are complete when the chunk's last
-backward has run. In a stage whose weight gradients are computed parameter by parameter, some are
-complete while others are still computed.
+Sums are all-reduces or, with the distributed optimizer, reduce-scatters, in parts that start at
+different times. Gradients are summed in the order in which they become complete. Usually all are
+complete when the chunk's last backward has run. In a stage whose weight gradients are computed
+parameter by parameter, some are complete while others are still computed.
 
 A reduce-scatter sums equally many gradients of every shard of a bucket. Where parameters become
 complete one by one, these lie at different places in the shards:
@@ -14,24 +15,51 @@ What is complete of one shard alone waits. With many replicas nearly everything 
 parameter then has gradients of few shards. There it is reduced to the owners of its shards, each
 at a time. A ring of n replicas carries n / (n - 1) times the bytes of a reduce-scatter for that.
 
-Keeps two invariants. Each gradient is checked, scaled and taken once. The cut depends only on the
-plan, the sizes of parameters, the share and the size of a slice, so all replicas of a chunk make
-the same pieces.
+Keeps two invariants. Each gradient is checked, scaled and summed once: a part starts all complete
+gradients before its end that have not been started. The cut depends only on the plan, the sizes of
+parameters, the share and the size of a slice, so all replicas of a chunk start the same collectives
+in the same order, in process groups that nothing else uses at that time.
 """
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from torch.distributed.distributed_c10d import _coalescing_manager
 
-from megatron.fold3d.plan.ir import WHOLE
+from megatron.fold3d.plan.ir import WHOLE, Action, Op
 from megatron.fold3d.policy.shard_order import MOST_BALANCED, in_shards
-from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, is_sharded
-from megatron.fold3d.runtime.grad_sync.pieces import Piece, split_after
+from megatron.fold3d.runtime.device import Launched
+from megatron.fold3d.runtime.events import UNHEARD, Events
+from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    Ranks,
+    bucket_groups,
+    group_of,
+    is_sharded,
+    ranks_of,
+    set_group,
+    start_gathers,
+)
+from megatron.fold3d.runtime.grad_sync.pieces import (
+    Piece,
+    in_iteration_offsets,
+    of_shards,
+    outside,
+    ranges_of,
+    reduce_op,
+    slices,
+    split_after,
+)
+
+UNCUT = 1 << 60
+"""More bytes than any bucket has: the plan's parts are not cut again."""
 
 _SMALLEST = 1 << 12  # gradients: the latency of less costs more than it gains
 
@@ -39,10 +67,13 @@ _SMALLEST = 1 << 12  # gradients: the latency of less costs more than it gains
 class StageGradients:
     """The gradients of one model chunk, in one iteration after the other.
 
+    If ``groups`` has none over a bucket's ranks, gradients are summed in the bucket's own group. So
+    are parts of its shards.
+
     Args:
-        kept: the parameters whose gradients Megatron reads in the iteration; `kept` returns those.
+        stage: the chunk's, which names its sums.
+        kept: the parameters whose gradients Megatron reads in the iteration: see `keep`.
         slice_bytes: the most that is all-reduced at once.
-        our_group: returns the process group that sums a bucket group, but for parts of its shards.
 
     Attributes:
         num_bytes: of all gradients that are not kept apart.
@@ -51,12 +82,15 @@ class StageGradients:
     def __init__(
         self,
         chunk: Any,
-        kept: AbstractSet[torch.nn.Parameter],
-        slice_bytes: int,
-        our_group: Callable[[Any], dist.ProcessGroup] = group_of,
+        stage: int,
+        recorder: Events = UNHEARD,
+        kept: AbstractSet[torch.nn.Parameter] = frozenset(),
+        slice_bytes: int = UNCUT,
+        groups: Mapping[Ranks, dist.ProcessGroup] = MappingProxyType({}),
     ) -> None:
-        self._chunk, self._kept = chunk, kept
-        self._slice_bytes, self._our_group = slice_bytes, our_group
+        self._chunk, self._stage, self._recorder = chunk, stage, recorder
+        self._kept, self._slice_bytes, self._groups = kept, slice_bytes, groups
+        self._keeping: list[Any] = []
         whole = [
             piece
             for bucket_group in bucket_groups(chunk)
@@ -65,15 +99,22 @@ class StageGradients:
         ]
         self.num_bytes = sum(piece.num_bytes for piece in whole)
         self._num_elements = sum(piece.num_elements for piece in whole)
-        self.restart()
+        self._restart()
 
-    def restart(self) -> None:
+    def _restart(self) -> None:
         """Begin with gradients of which none is complete."""
+        # The works of each part, and what ends the part's event; None before any is complete.
+        self._in_flight: list[tuple[Sequence[Launched], Callable[[], None]]] | None = None
         self._are_complete = False  # all
         self._complete: dict[Any, list[tuple[int, int]]] = {}  # by bucket
         self._waiting: dict[Any, Piece] = {}  # by bucket, for other shards
         self._left: list[Piece] = []
         self._num_taken = 0
+
+    @property
+    def is_running(self) -> bool:
+        """True from the first `complete` until `wait` returns."""
+        return self._in_flight is not None
 
     def complete(self, unfinished: Collection[torch.Tensor] = ()) -> Sequence[Piece]:
         """Note which gradients are complete; return those that can be taken since this call.
@@ -84,6 +125,8 @@ class StageGradients:
         Args:
             unfinished: the parameters, of any shape, whose gradients are not complete.
         """
+        if self._in_flight is None:
+            self._in_flight = []
         if self._are_complete:
             return ()
         pieces, by_owner = list[Piece](), list[Piece]()
@@ -114,7 +157,80 @@ class StageGradients:
         self._num_taken += sum(piece.num_elements for piece in taken)
         return taken
 
-    def copy_back(self, *, kept: bool) -> None:
+    def start_until(self, end: int) -> None:
+        """Start what lies before ``end`` thousandths of the gradients, if any is complete.
+
+        If pieces were cut only where buckets end, this starts one collective per bucket.
+        """
+        if self._in_flight is None:
+            return  # the step has waited for all, or none is complete
+        if pieces := self.take(end):
+            to_shards = any(sums_to_shards(self._chunk, b) for b in bucket_groups(self._chunk))
+            op = Op.REDUCE_SCATTER if to_shards else Op.ALL_REDUCE
+            launched = self._recorder.collective(
+                Action(self._stage, op).until(end),
+                "grad_sync",
+                lambda: [piece.reduce() for piece in pieces],
+            )
+            self._in_flight.append(launched)
+
+    def wait(self) -> None:
+        """Start what is left, and wait for the sums, if any is in flight."""
+        self.start_until(WHOLE)
+        in_flight = self._in_flight or ()
+        if self.is_running:
+            self._restart()
+            for works, _ in in_flight:
+                for work in works:
+                    work.wait()
+            self._copy_back(kept=False)
+            for _, end in in_flight:
+                end()
+
+    def keep(self) -> None:
+        """Start to sum what Megatron reads, in its own process groups, where no part queues."""
+        for bucket_group in bucket_groups(self._chunk):
+            group, op = group_of(bucket_group), reduce_op(bucket_group)
+            if sums_to_shards(self._chunk, bucket_group):
+                self._keeping += [
+                    of_shards(bucket_group, bucket, begin, end, group).reduce()
+                    for bucket in bucket_group.buckets
+                    for begin, end in in_iteration_offsets(bucket, self._kept, group.size())
+                ]
+            elif views := [
+                bucket.grad_data[begin:end]
+                for bucket in bucket_group.buckets
+                for begin, end in ranges_of(bucket, self._kept)
+            ]:
+                with _coalescing_manager(group, async_ops=True) as works:
+                    for view in views:
+                        dist.all_reduce(view, op, group=group, async_op=True)
+                self._keeping.append(works)
+
+    def finish_kept(self) -> None:
+        """Wait for what `keep` has started."""
+        for work in self._keeping:
+            work.wait()
+        self._keeping.clear()
+        self._copy_back(kept=True)
+
+    def gather(self) -> None:
+        """Start to gather the chunk's parameters, first layers first, in our process groups.
+
+        Buckets whose all-gather has started or ended are skipped. DDP's hooks wait for the others
+        in the forward. Without ``--overlap-param-gather`` there are no hooks, so this waits.
+        """
+        with ExitStack() as undo:
+            for bucket_group in bucket_groups(self._chunk):
+                undo.callback(set_group, bucket_group, group_of(bucket_group))
+                set_group(bucket_group, self._our_group(bucket_group))
+            start_gathers(self._chunk)
+
+    def _our_group(self, bucket_group: Any) -> dist.ProcessGroup:
+        megatrons = group_of(bucket_group)
+        return self._groups.get(ranks_of(megatrons), megatrons) if self._groups else megatrons
+
+    def _copy_back(self, *, kept: bool) -> None:
         """Copy sums to gradients that a micro-batch adds to in fp32, outside of DDP's buffer.
 
         Args:
@@ -126,24 +242,9 @@ class StageGradients:
                     if (parameter in self._kept) == kept:
                         parameter.main_grad.copy_(parameter.main_grad_copy_in_grad_buffer)
 
-    def kept(self, bucket_group: Any) -> Sequence[Piece]:
-        """Return what is kept apart of a bucket group, to be summed in Megatron's process group."""
-        group, op = group_of(bucket_group), _reduce_op(bucket_group)
-        if sums_to_shards(self._chunk, bucket_group):
-            return [
-                of_shards(bucket_group, bucket, begin, end, group)
-                for bucket in bucket_group.buckets
-                for begin, end in in_iteration_offsets(bucket, self._kept, group.size())
-            ]
-        return [
-            Piece(((bucket.grad_data[begin:end],),), op, group)
-            for bucket in bucket_group.buckets
-            for begin, end in ranges_of(bucket, self._kept)
-        ]
-
     def _pieces(self, bucket_group: Any, bucket: Any, begin: int, end: int) -> Iterator[Piece]:
         """Yield what is not kept apart from ``begin`` to ``end``, or of a whole sharded bucket."""
-        group, op = self._our_group(bucket_group), _reduce_op(bucket_group)
+        group, op = self._our_group(bucket_group), reduce_op(bucket_group)
         if not sums_to_shards(self._chunk, bucket_group):
             for data in slices(bucket, self._kept, self._slice_bytes, begin, end):
                 yield Piece(((data,),), op, group)
@@ -154,7 +255,7 @@ class StageGradients:
 
     def _by_owner(self, bucket_group: Any, bucket: Any, begin: int, end: int) -> Iterator[Piece]:
         """Yield what goes to the owner of its shard alone; the rest waits for other shards."""
-        group, op = group_of(bucket_group), _reduce_op(bucket_group)
+        group, op = group_of(bucket_group), reduce_op(bucket_group)
         num_shards, data = group.size(), bucket.grad_data
         before = self._waiting.get(bucket, Piece(((),) * num_shards, op, group, scatters=True))
         shards = list(before.shards)
@@ -235,77 +336,6 @@ def spread(chunk: Any, parameters: AbstractSet[torch.Tensor]) -> list[int]:
     return counts
 
 
-def ranges_of(bucket: Any, parameters: Container[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the sorted ``(begin, end)`` ranges of some parameters, of any shape, in a bucket."""
-    return sorted(bucket.param_to_index[p] for p in bucket.params if p in parameters)
-
-
-def slices(
-    bucket: Any,
-    reduced_in_iteration: Container[torch.nn.Parameter],
-    slice_bytes: int,
-    first: int,
-    last: int,
-) -> Iterator[torch.Tensor]:
-    """Yield 1-D views of a bucket's other gradients from offset ``first`` to ``last``.
-
-    The views are contiguous, in order, at most ``slice_bytes`` large, and of the bucket's own
-    buffer, which DDP owns.
-    """
-    data = bucket.grad_data
-    for begin, end in outside(ranges_of(bucket, reduced_in_iteration), data.numel()):
-        here = data[max(begin, first) : min(end, last)]
-        if here.numel():
-            yield from here.split(slice_bytes // data.element_size())
-
-
-def in_iteration_offsets(
-    bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter], num_shards: int
-) -> list[tuple[int, int]]:
-    """Return the sorted ``(begin, end)`` parts of a shard with `ranges_of` of any shard.
-
-    A reduce-scatter sums the same part of every shard, so a part counts if any shard needs it.
-    """
-    size = bucket.grad_data.numel() // num_shards
-    parts = sorted(
-        (first - shard * size, last - shard * size)
-        for begin, end in ranges_of(bucket, reduced_in_iteration)
-        for shard, first, last in in_shards(begin, end, size)
-    )
-    return list(outside(outside(parts, size), size))  # merges what overlaps or touches
-
-
-def outside(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """Yield the ``(begin, end)`` parts of ``size`` elements outside of all sorted ranges."""
-    done = 0
-    for begin, end in (*ranges, (size, size)):
-        if done < begin:
-            yield done, begin
-        done = max(done, end)
-
-
-def _reduce_op(bucket_group: Any) -> Any:
-    """Return the reduce op of DDP's collectives, sum or average."""
-    average = bucket_group.ddp_config.average_in_collective
-    return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-
-
-def of_shards(
-    bucket_group: Any, bucket: Any, begin: int, end: int, group: dist.ProcessGroup
-) -> Piece:
-    """Return the same part, from ``begin`` to ``end``, of the shard of every rank of a group."""
-    data, config = bucket.grad_data, bucket_group.ddp_config
-    shards = data.chunk(group.size())
-    return Piece(
-        tuple((shard[begin:end],) for shard in shards),
-        _reduce_op(bucket_group),
-        group,
-        scatters=True,
-        bucket=data if end - begin == shards[0].numel() else None,
-        in_fp32=bool(config.reduce_scatter_with_fp32_accumulation),
-    )
-
-
 def _make_ready(bucket_group: Any, bucket: Any, begin: int, end: int) -> None:
     """Copy, check and scale gradients as Megatron's ``start_grad_sync`` does with whole buckets.
 
@@ -324,3 +354,29 @@ def _make_ready(bucket_group: Any, bucket: Any, begin: int, end: int) -> None:
         )
     if bucket.gradient_scaling_factor != 1.0:
         data.mul_(bucket.gradient_scaling_factor)
+
+
+def reduced_in_iteration(
+    chunks: Sequence[Any], groups: ProcessGroupCollection
+) -> frozenset[torch.nn.Parameter]:
+    """Return the parameters of a rank's chunks whose gradients must be reduced in the iteration.
+
+    ``finalize_model_grads`` sums these over pipeline or tensor-parallel ranks at its end. They have
+    to be reduced by then, even if the rest of their model chunk is deferred.
+    """
+    return frozenset(parameter for chunk in chunks for parameter in _of_chunk(chunk, groups))
+
+
+def _of_chunk(chunk: Any, groups: ProcessGroupCollection) -> Iterator[torch.nn.Parameter]:
+    """Yield what two functions of Megatron 0.19.2 reduce: word embeddings, and norms with TP."""
+    config = get_model_config(chunk)
+    for name, parameter in chunk.named_parameters():
+        if getattr(parameter, "shared_embedding", False) or (  # _allreduce_word_embedding_grads
+            groups.tp.size() > 1  # _allreduce_non_tensor_model_parallel_grads
+            and (
+                getattr(parameter, "average_gradients_across_tp_domain", False)
+                or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False))
+                or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
+            )
+        ):
+            yield parameter

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.policy.measured_times import Line
-from megatron.fold3d.runtime.measure.timing import seconds, slowest
+from megatron.fold3d.runtime.agreement import slowest
+from megatron.fold3d.runtime.measure.timing import seconds
 
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 16, 1 << 25
 _FACTOR = 8  # from one size to the next

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.fold3d.runtime.measure.timing import seconds, slowest
+from megatron.fold3d.runtime.agreement import slowest
+from megatron.fold3d.runtime.measure.timing import seconds
 
 
 class LayerSizes(NamedTuple):

@@ -19,6 +19,7 @@ from megatron.fold3d.plan.memory import HeldSizes
 from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, PART_OPS, TABLE
 from megatron.fold3d.policy.grad_sync_cuts import rings_are_buffered
 from megatron.fold3d.policy.measured_times import MeasuredTimes, usable_bytes
+from megatron.fold3d.runtime.agreement import gathered
 from megatron.fold3d.runtime.device import (
     Mark,
     free_device_bytes,
@@ -29,7 +30,6 @@ from megatron.fold3d.runtime.device import (
 from megatron.fold3d.runtime.feature import Handler, Handlers, Iteration
 from megatron.fold3d.runtime.measure import lanes
 from megatron.fold3d.runtime.measure.saved_bytes import left_bytes
-from megatron.fold3d.runtime.measure.timing import gathered
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather

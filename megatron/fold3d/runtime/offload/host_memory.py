@@ -11,7 +11,7 @@ import torch
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_on_host
 from megatron.fold3d.runtime.device import numa_node
-from megatron.fold3d.runtime.offload.offload_library import PinnedMemory
+from megatron.fold3d.runtime.offload.offload_library import pinned_memory
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -44,7 +44,7 @@ def take(num_bytes: int, device: torch.device) -> torch.Tensor:
         check(num_bytes, "for offloaded activations")
         if device.type == "cuda":
             try:
-                return PinnedMemory(num_bytes, numa_node(device)).tensor
+                return pinned_memory(num_bytes, numa_node(device))
             except OSError as error:
                 raise HostMemoryError(f"{error}; {_FIX}") from None
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE

@@ -17,11 +17,8 @@ LIBRARY = Path(__file__).with_name("offload.cuda.so")
 _THREADS = 8  # fault the pages in; more threads do not add memory bandwidth
 
 
-class PinnedMemory:
-    """Page-locked host memory, held until `close` or the end of the process.
-
-    Attributes:
-        tensor: the memory as a ``uint8`` tensor ``[num_bytes]``.
+def pinned_memory(num_bytes: int, numa_node: int | None = None) -> torch.Tensor:
+    """Return page-locked host memory, ``[num_bytes]`` of ``uint8``, held until the process ends.
 
     Args:
         num_bytes: the size; the allocation is rounded up to whole pages.
@@ -30,22 +27,15 @@ class PinnedMemory:
     Raises:
         OSError: the host has too little memory, or the driver refuses to lock it.
     """
-
-    def __init__(self, num_bytes: int, numa_node: int | None = None) -> None:
-        error = ctypes.create_string_buffer(256)
-        node = -1 if numa_node is None else numa_node
-        threads = min(_THREADS, os.cpu_count() or 1)
-        self._handle = _library().fold3d_pinned_open(num_bytes, node, threads, error, len(error))
-        if not self._handle:
-            raise OSError(error.value.decode())
-        address = _library().fold3d_pinned_data(self._handle)
-        memory = (ctypes.c_ubyte * num_bytes).from_address(address)
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
-
-    def close(self) -> None:
-        """Free the memory; no copy may be in flight, and no view of `tensor` may be used again."""
-        del self.tensor
-        _library().fold3d_pinned_close(self._handle)
+    error = ctypes.create_string_buffer(256)
+    node = -1 if numa_node is None else numa_node
+    threads = min(_THREADS, os.cpu_count() or 1)
+    handle = _library().fold3d_pinned_open(num_bytes, node, threads, error, len(error))
+    if not handle:
+        raise OSError(error.value.decode())
+    address = _library().fold3d_pinned_data(handle)
+    memory = (ctypes.c_ubyte * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def batched_copy(
@@ -94,7 +84,5 @@ def _library() -> ctypes.CDLL:
     library.fold3d_pinned_open.argtypes = (c_size_t, c_int, c_uint, c_char_p, c_size_t)
     library.fold3d_pinned_data.restype = c_void_p
     library.fold3d_pinned_data.argtypes = (c_void_p,)
-    library.fold3d_pinned_close.restype = None
-    library.fold3d_pinned_close.argtypes = (c_void_p,)
     library.fold3d_cuda_error.restype = c_char_p
     return library

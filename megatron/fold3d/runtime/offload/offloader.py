@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -91,9 +91,9 @@ class Offloader(Feature):
         self._travels: frozenset[Key] = frozenset()
         self._lasting: frozenset[int] = frozenset()
         self._smallest_bytes = 0
-        self._now = _Now()
-        self._away: dict[Key, _Away] = {}
-        self._leaving: deque[list[_Away]] = deque()  # by computations left
+        self._now = threading.local()  # what a forward collects; of a pair each has a thread
+        self._away: dict[Key, SavedTensors] = {}  # from their forward to their backward
+        self._leaving: deque[list[SavedTensors]] = deque()  # by computations left
 
     def choice(self, program: Program) -> OffloadChoice:
         """Return which of a program's activations to offload, and when; sets `depth`."""
@@ -182,16 +182,17 @@ class Offloader(Feature):
                     yield
                 self._now.collecting = None
                 if key in self._travels:
-                    self._away[key] = _Away(saved)
+                    self._away[key] = saved
                 else:
                     self._slots.learn_stage(forward.stage, saved.flat()[1])
         self._release()
 
     def checkpoint(self, upstream: Callable[..., Any], *args: Any) -> Any:
         """Run what is recomputed as Megatron's ``checkpoint`` does; collect the inputs it saves."""
-        if self._now.collecting is None or self._everything:
+        collecting = getattr(self._now, "collecting", None)
+        if collecting is None or self._everything:
             return upstream(*args)
-        with self._now.collecting.hooks():
+        with collecting.hooks():
             return upstream(*args)
 
     def offload(self, action: Action, held: torch.Tensor | None) -> None:
@@ -205,16 +206,16 @@ class Offloader(Feature):
                 its gradient from now on; its storage is emptied too. None in the first stage.
         """
         away = self._away[action.stage, action.microbatch]
-        sources, num_bytes = away.saved.flat()
+        sources, num_bytes = away.flat()
         self._slots.learn_stage(action.stage, num_bytes)
         slot = self.pool.take(num_bytes)
         if slot is None:
             del self._away[action.stage, action.microbatch]
             return
-        away.num_bytes, away.held, away.slot = num_bytes, held, slot
+        away.held, away.slot = held, slot
         self._recorder.count(_OFFLOADED, num_bytes)
         watch = partial(self._watched, action, "offload")
-        away.copied = self.copies.to_host(away.saved.places(slot), sources, watch)
+        away.copied = self.copies.to_host(away.places(slot), sources, watch)
         self._leaving[-1].append(away)
 
     def reload(self, action: Action) -> None:
@@ -247,7 +248,7 @@ class Offloader(Feature):
                     leaving.remove(away)
                     self._leave(away)
             self.copies.wait(away.copied)
-            away.saved.restore(away.buffer)
+            away.restore(away.buffer)
             if away.slot is not None:
                 self.pool.give_back(away.slot)
             del away
@@ -262,9 +263,9 @@ class Offloader(Feature):
             self._leave(away)
         self._leaving.append([])
 
-    def _leave(self, away: "_Away") -> None:
+    def _leave(self, away: SavedTensors) -> None:
         self.copies.wait(away.copied)
-        away.saved.leave(away.held)
+        away.leave()
         self.held -= 1
 
     @contextmanager
@@ -282,21 +283,3 @@ class Offloader(Feature):
     def _hold(self) -> None:
         self.held += 1
         self.peak = max(self.peak, self.held)
-
-
-class _Now(threading.local):
-    """What the running forward collects, if anything; of a pair each has a thread."""
-
-    collecting: SavedTensors | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Away:
-    """Activations that are being offloaded, on the host, or being reloaded."""
-
-    saved: SavedTensors
-    held: torch.Tensor | None = None
-    num_bytes: int = 0
-    slot: torch.Tensor | None = None
-    buffer: torch.Tensor | None = None
-    copied: Any = None

@@ -20,6 +20,13 @@ class SavedTensors:
         device: the compute device; tensors elsewhere stay where they are.
         smallest_bytes: tensors whose storage is smaller stay on the device.
         lasting: addresses of storages that outlive the iteration; their tensors stay as well.
+
+    Attributes:
+        num_bytes: of the slot, from `flat` on.
+        held: the stage's input, ``[seq, batch, hidden]``, which the schedule keeps only for its
+            gradient; its storage is emptied, too. None in the first stage.
+        slot: the host memory that they are copied to; ``buffer`` the memory they are copied back
+            to. Both are ``uint8``; ``copied`` is the event of the latest copy.
     """
 
     def __init__(self, device: torch.device, smallest_bytes: int, lasting: frozenset[int]) -> None:
@@ -28,6 +35,11 @@ class SavedTensors:
         self._lasting = lasting
         self._parts: dict[int, _Part] = {}  # by address, while all are on the device
         self._moved: list[_Part] = []
+        self.num_bytes = 0
+        self.held: torch.Tensor | None = None
+        self.slot: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None
+        self.copied: Any = None
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Return a context in which all tensors that autograd saves are collected."""
@@ -42,26 +54,23 @@ class SavedTensors:
         self._moved, end = [part for part in self._parts.values() if part.is_whole], 0
         for part in self._moved:
             part.begin, end = end, end + aligned(part.num_bytes)
-        return [part.flat() for part in self._moved], max(end, ALIGNMENT)
+        flats = [part.flat for part in self._moved if part.flat is not None]
+        self.num_bytes = max(end, ALIGNMENT)
+        return flats, self.num_bytes
 
     def places(self, slot: torch.Tensor) -> list[torch.Tensor]:
         """Return views of a slot, ``[num_bytes]`` of ``uint8``: where each of `flat` belongs."""
         return [slot[part.begin : part.begin + part.num_bytes] for part in self._moved]
 
-    def leave(self, held: torch.Tensor | None) -> None:
-        """Drop the storages; they must have been copied, and compute must have waited for that.
-
-        Args:
-            held: the stage's input, ``[seq, batch, hidden]``, which the schedule keeps only for
-                its gradient; its storage is emptied. None in the first stage.
-        """
-        if held is not None:
-            storage = held.untyped_storage()
+    def leave(self) -> None:
+        """Drop the storages; they must have been copied, and compute must have waited for that."""
+        if self.held is not None:
+            storage = self.held.untyped_storage()
             part = self._parts.get(storage.data_ptr())
             if part is not None and part in self._moved:
                 storage.resize_(0)
         for part in self._moved:
-            part.storage = None
+            part.flat = None
         self._parts.clear()
 
     def restore(self, buffer: torch.Tensor) -> None:
@@ -70,8 +79,8 @@ class SavedTensors:
         ``buffer`` is ``[num_bytes]`` of ``uint8`` on the device, with the bytes of `flat` at their
         `places`. It must be valid on the current stream, and belongs to autograd from now on.
         """
-        for part in self._moved:
-            part.storage, part.offset = buffer.untyped_storage(), part.begin
+        for part, flat in zip(self._moved, self.places(buffer), strict=True):
+            part.flat = flat
 
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _View":
         # A subclass, such as a parameter, is more than its storage.
@@ -92,24 +101,20 @@ class SavedTensors:
 
 
 class _Part:
-    """One storage, or its place in the buffer after `SavedTensors.restore`."""
+    """One storage, ``flat`` as ``[num_bytes]`` of ``uint8``; None while it is on the host."""
 
-    __slots__ = ("begin", "num_bytes", "offset", "storage")
+    __slots__ = ("begin", "flat", "num_bytes")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage: torch.UntypedStorage | None = storage
+        self.flat: torch.Tensor | None
+        self.flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self.num_bytes = storage.nbytes()
-        self.offset = self.begin = 0  # in the storage, and in the slot, in bytes
+        self.begin = 0  # in the slot
 
     @property
     def is_whole(self) -> bool:
         """True if its memory is there; Megatron empties storages that it will recompute."""
-        return self.storage is not None and self.storage.nbytes() == self.num_bytes
-
-    def flat(self) -> torch.Tensor:
-        assert self.storage is not None
-        flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return flat.set_(self.storage)
+        return self.flat is not None and self.flat.untyped_storage().nbytes() == self.num_bytes
 
 
 class _View(NamedTuple):
@@ -125,9 +130,8 @@ class _View(NamedTuple):
 def _unpack(saved: torch.Tensor | _View) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
-    part = saved.part
-    if part.storage is None:
+    if (flat := saved.part.flat) is None:
         raise RuntimeError("a backward needs activations that are on the host; RELOAD comes first")
-    tensor = torch.empty(0, dtype=saved.dtype, device=part.storage.device)
-    offset = part.offset // tensor.itemsize + saved.offset
-    return tensor.set_(part.storage, offset, saved.shape, saved.strides)
+    tensor = torch.empty(0, dtype=saved.dtype, device=flat.device)
+    offset = flat.storage_offset() // tensor.itemsize + saved.offset
+    return tensor.set_(flat.untyped_storage(), offset, saved.shape, saved.strides)

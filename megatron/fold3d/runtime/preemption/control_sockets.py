@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron.fold3d.runtime.measure.timing import gathered
+from megatron.fold3d.runtime.agreement import gathered
 
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}si")  # the token of the rank that listens, and one's rank

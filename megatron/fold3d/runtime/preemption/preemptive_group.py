@@ -58,14 +58,12 @@ class PreemptiveGroup(dist.ProcessGroup):
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[torch.Tensor], options: Any = None
     ) -> Any:
-        """Start an in-place all-reduce, slice by slice, of tensors of any shape."""
+        """Start an in-place all-reduce, slice by slice, of tensors of any shape, as one task."""
         slices = [part for tensor in tensors for part in self._slices(tensor)]
         start = self._scheduler.all_reduce
         return self._start(start, "all-reduce", slices, _op(options))
 
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:
-        """Start to all-reduce several tensors, of any shapes, as one task."""
-        return self.allreduce(tensors, options)
+    allreduce_coalesced = allreduce  # type: ignore[assignment]
 
     def reduce_scatter_single(
         self, output: torch.Tensor, whole: torch.Tensor, options: Any = None

@@ -1,72 +1,66 @@
-"""Two threads that take turns: only the one that holds the baton runs.
+"""``pairs=on``: two threads that take turns at micro-batches; only the one with the baton runs.
+
+Only the handler of a chain's last action does something: it runs all actions of the chain on two
+sides. Each side takes the next action of the program: a transfer, a copy, or a computation, within
+which the side hands over. So a rank starts its actions in the order of its program.
 
 Keeps one invariant: one of the two threads runs at any moment, and the state that Megatron keeps
 per process is the running thread's.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from itertools import chain
 
 import torch
 from megatron.core import parallel_state, utils
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import GlobalMemoryBuffer
 
+from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.ops import COPY_OPS, P2P_OPS
+from megatron.fold3d.plan.passes.pairs import PAIRED_OPS, chains
 from megatron.fold3d.runtime.device import make_current, on_current_stream
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, note_place
 
 _FIRST, _SECOND = 0, 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessState:
-    """Megatron's globals at one moment: what it keeps once per process.
+# Megatron's globals, of which each of two micro-batches needs its own: the other one runs during a
+# collective of a forward or backward.
+_GLOBALS = (
+    (parallel_state, "_GLOBAL_MEMORY_BUFFER"),  # where sequence parallelism gathers activations
+    (random, "IS_CHECKPOINTING"),  # whether a checkpointed function is running, or running again
+    (utils, "_nvtx_range_messages"),  # the names of the profiler's ranges that are open
+)
 
-    Each of two micro-batches needs a copy, so that the other one, which runs during a collective of
-    a forward or backward, does not change it.
 
-    Attributes:
-        memory_buffer: into which activations are gathered under sequence parallelism.
-        is_checkpointing: whether a checkpointed function is running, or running again.
-        random_name: the name of the random state that is in the generator.
-        random_states: the states of the generators, and the named states that are in no generator.
-        nvtx_ranges: the names of the profiler's ranges that are open.
-    """
+def keep_state() -> Callable[[], None]:
+    """Return a function that makes Megatron's state what it is now, that of random numbers too."""
+    values = [getattr(owner, name) for owner, name in _GLOBALS]
+    states = random._get_all_rng_states()
+    in_generator = random.get_cuda_rng_tracker()._current_state_name
 
-    memory_buffer: GlobalMemoryBuffer
-    is_checkpointing: bool
-    random_name: str
-    random_states: tuple[Any, ...]
-    nvtx_ranges: list[str]
+    def restore() -> None:
+        for (owner, name), value in zip(_GLOBALS, values, strict=True):
+            setattr(owner, name, value)
+        random.get_cuda_rng_tracker()._current_state_name = in_generator
+        random._set_all_rng_states(*states)
 
-    @classmethod
-    def now(cls) -> Self:
-        """Return the state as it is."""
-        return cls(
-            memory_buffer=parallel_state._GLOBAL_MEMORY_BUFFER,
-            is_checkpointing=random.IS_CHECKPOINTING,
-            random_name=random.get_cuda_rng_tracker()._current_state_name,
-            random_states=random._get_all_rng_states(),
-            nvtx_ranges=utils._nvtx_range_messages,
-        )
-
-    def restore(self) -> None:
-        """Make the state what it was."""
-        parallel_state._GLOBAL_MEMORY_BUFFER = self.memory_buffer
-        random.IS_CHECKPOINTING = self.is_checkpointing
-        random.get_cuda_rng_tracker()._current_state_name = self.random_name
-        random._set_all_rng_states(*self.random_states)
-        utils._nvtx_range_messages = self.nvtx_ranges
+    return restore
 
 
 class OtherFailedError(Exception):
     """Ends one side of a pair after the other has failed; never leaves `Baton.run`."""
 
 
-class Baton:
-    """Runs two functions in turn, on the calling thread and on a thread of its own."""
+class Baton(Feature):
+    """Runs two functions in turn, on the calling thread and on a thread of its own.
+
+    As a feature it runs the chains of a program; process groups of layers hand it over.
+    """
 
     def __init__(self) -> None:
         self._second_buffer = GlobalMemoryBuffer()
@@ -93,7 +87,7 @@ class Baton:
         self._threads = (threading.get_ident(), None)
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
         self._running, self._error = [True, True], None
-        before = ProcessState.now()
+        restore = keep_state()
         stream = on_current_stream(device)
 
         def run_second() -> None:
@@ -101,7 +95,9 @@ class Baton:
             self._threads = (self._threads[_FIRST], threading.get_ident())
             if self._error is None:
                 make_current(device)
-                replace(before, memory_buffer=self._second_buffer, nvtx_ranges=[]).restore()
+                restore()
+                parallel_state._GLOBAL_MEMORY_BUFFER = self._second_buffer
+                utils._nvtx_range_messages = []
                 with stream:
                     self._run(second)
             self._running[_SECOND] = False
@@ -109,15 +105,43 @@ class Baton:
 
         self._pool.submit(run_second)
         self._run(first)
-        mine = ProcessState.now()
+        restore_mine = keep_state()
         self._running[_FIRST] = False
         while self._running[_SECOND]:
             self._turns[_SECOND].release()
             self._turns[_FIRST].acquire()
-        mine.restore()
+        restore_mine()
         self._threads = (None, None)
         if self._error is not None:
             raise self._error
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return handlers that run chains; evaluation has none."""
+        if not iteration.trains:
+            return {}
+        by_last = {of_chain[-1]: of_chain for of_chain in chains(iteration.program)}
+        chained = frozenset(chain.from_iterable(by_last.values()))
+
+        def run(action: Action) -> None:
+            try:
+                inner[action.op](action)
+            except Exception as error:
+                note_place(error, iteration.rank, action)
+                raise
+
+        def handler(action: Action) -> None:
+            if action in by_last:
+                left = deque(by_last[action])
+
+                def side() -> None:
+                    while left:
+                        run(left.popleft())
+
+                self.run(side, side, iteration.device)
+            elif action not in chained:
+                run(action)
+
+        return dict.fromkeys(PAIRED_OPS | P2P_OPS | COPY_OPS, handler)
 
     def side(self) -> int:
         """Return 1 on the thread of the second function while `run` runs, else 0."""
@@ -136,15 +160,15 @@ class Baton:
         me = self._threads.index(threading.get_ident())
         other = 1 - me
         if self._running[other] and self._error is None:
-            kept = ProcessState.now()
+            restore = keep_state()
             self._turns[other].release()
             self._turns[me].acquire()
-            kept.restore()
+            restore()
         if self._error is not None:
             raise OtherFailedError
 
-    def close(self) -> None:
-        """End the second thread."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End the thread of second micro-batches."""
         self._pool.shutdown(wait=False)
 
     def _run(self, function: Callable[[], None]) -> None:

@@ -5,11 +5,11 @@ collectives in the same order. Only waiting for a collective lets the other micr
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron.fold3d.runtime.events import Events
@@ -26,7 +26,8 @@ class PairedGroup(dist.ProcessGroup):
     Tensors are the caller's: contiguous, of any dtype, and complete on the stream that is current
     at the call. The caller keeps them alive and unwritten until it has waited. Each of the four
     returns a work; results are valid on the stream that is current in its ``wait``. Torch's own
-    functions give all of them their options.
+    functions give all of them their arguments, and options last. An all-gather gathers ``[n, ...]``
+    of each rank into ``[size * n, ...]``, in the order of ranks. A reduce-scatter is its inverse.
 
     Args:
         hand_over: lets the other micro-batch run.
@@ -46,44 +47,12 @@ class PairedGroup(dist.ProcessGroup):
         self._hand_over = hand_over
         self._recorder = recorder
         self._name = name
-        self._together = _Together()
+        self._together = threading.local()  # works that a thread has started, and not waited for
         # torch's own functions look a group up by its object.
         known = dist.distributed_c10d._world
         known.pg_map[self] = known.pg_map[group]
         known.pg_group_ranks[self] = known.pg_group_ranks[group]
         known.pg_names[self] = known.pg_names[group]
-
-    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any) -> Any:  # type: ignore[override]
-        """Start an in-place all-reduce of one tensor, of any shape."""
-        return self._start("allreduce", tensors, options)
-
-    def all_gather_single(self, whole: torch.Tensor, share: torch.Tensor, options: Any) -> Any:  # type: ignore[override]
-        """Start to all-gather every rank's ``share`` into ``whole``.
-
-        ``share`` is ``[n, ...]``, and ``whole`` ``[size * n, ...]`` in the order of ranks.
-        """
-        return self._start("all_gather_single", whole, share, options)
-
-    def reduce_scatter_single(self, share: torch.Tensor, whole: torch.Tensor, options: Any) -> Any:
-        """Start to reduce-scatter ``whole``; ``share`` gets this rank's part of the result.
-
-        ``share`` is ``[n, ...]``, and ``whole`` ``[size * n, ...]`` in the order of ranks.
-        """
-        return self._start("reduce_scatter_single", share, whole, options)
-
-    def all_to_all_single(  # type: ignore[override]
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        options: Any,
-    ) -> Any:
-        """Start to send each rank its rows of ``sent``; ``received`` gets theirs, by rank.
-
-        Sizes count rows, one number per rank; if there are none, all are equal.
-        """
-        return self._start("all_to_all_single", received, sent, received_sizes, sent_sizes, options)
 
     def begin_together(self) -> None:
         """From here to `end_together`, start collectives of this thread and wait for none."""
@@ -94,16 +63,8 @@ class PairedGroup(dist.ProcessGroup):
         works, self._together.works = self._together.works, None
         if works:
             self._hand_over()
-        for work in works or ():
+        for work in works:
             work.finish()
-
-    def broadcast(self, *tensors_and_options: Any) -> Any:
-        """Start a broadcast, without a hand-over."""
-        return self.group.broadcast(*tensors_and_options)
-
-    def allgather(self, *tensors_and_options: Any) -> Any:
-        """Start an all-gather into a list, without a hand-over."""
-        return self.group.allgather(*tensors_and_options)
 
     def barrier(self, opts: Any = None) -> Any:
         """Start a barrier, without a hand-over; the group's own backend chooses the device."""
@@ -122,16 +83,21 @@ class PairedGroup(dist.ProcessGroup):
             self._name, kind, lambda: [getattr(self.group, name)(*arguments)]
         )
         work = _PairedWork(launched, self._hand_over, end)
-        if self._together.works is None:
+        if getattr(self._together, "works", None) is None:
             return work
         self._together.works.append(work)
         return SimpleNamespace(wait=lambda *_timeout: True)  # `end_together` waits
 
+    def _pass_on(self, method: str, *arguments: Any) -> Any:
+        """Start a collective without a hand-over."""
+        return getattr(self.group, method)(*arguments)
 
-class _Together(threading.local):
-    """The works that a thread has started and not waited for, between the two calls."""
-
-    works: "list[_PairedWork] | None" = None
+    allreduce = partialmethod(_start, "allreduce")
+    all_gather_single = partialmethod(_start, "all_gather_single")
+    reduce_scatter_single = partialmethod(_start, "reduce_scatter_single")
+    all_to_all_single = partialmethod(_start, "all_to_all_single")
+    broadcast = partialmethod(_pass_on, "broadcast")
+    allgather = partialmethod(_pass_on, "allgather")
 
 
 class _PairedWork:

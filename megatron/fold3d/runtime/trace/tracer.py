@@ -83,16 +83,13 @@ class Tracer(Feature):
         rank: int = parallel_state.get_pipeline_model_parallel_rank()
         return segment * self._config.num_ranks + rank
 
-    def prepare(self, iteration: Iteration) -> None:
-        """Keep the plan of an iteration that the user asked for."""
-        if iteration.trains and self._is_asked_for:
-            self.plan = iteration.plan
-
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return wrappers that record a span around each action that computes or waits for sums."""
         recorder = self.recorder
-        if not recorder.is_on:
+        if not recorder.is_on:  # as in an evaluation
             return {}
+        if self._is_asked_for:
+            self.plan = iteration.plan
         awaited = dict(_awaited(iteration.program))
 
         @contextmanager

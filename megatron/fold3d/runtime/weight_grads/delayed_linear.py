@@ -36,25 +36,13 @@ from megatron.fold3d.runtime.weight_grads.by_parameter import SplitBackwards
 from megatron.fold3d.upstream.versions import last_linear_arguments
 
 
-class Parallel(NamedTuple):
-    """How a linear layer's input is distributed over tensor-parallel ranks.
-
-    Attributes:
-        allreduce_dgrad: whether the input gradient is all-reduced over ``tp_group``.
-        sequence_parallel: whether the input is a shard of the sequence, to be all-gathered.
-    """
-
-    allreduce_dgrad: bool
-    sequence_parallel: bool
-    tp_group: Any
-
-
 class _Kept(NamedTuple):
     """The operands of one weight's gradient in one backward, and of its bias's.
 
     Attributes:
         weight: ``[output, hidden]``, the model's parameter.
         bias: ``[output]``, the model's parameter; None if the layer has none, or it is frozen.
+        shards: the tensor-parallel ranks that each have a shard of the input; None if it is whole.
         uses: of each use of the weight its input, ``[seq, batch, hidden]`` or this rank's shard of
             seq, and the gradient of its output, ``[seq, batch, output]`` in the dtype of the input.
             This tuple keeps both alive. They are in the order in which autograd reaches the uses.
@@ -62,7 +50,7 @@ class _Kept(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    parallel: Parallel
+    shards: Any
     uses: tuple[tuple[torch.Tensor, ...], ...]
 
 
@@ -107,7 +95,14 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
         return torch.is_grad_enabled() and weight in self._weights
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parallel: Parallel
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: Any,
     ) -> torch.Tensor:
         """Return ``x @ weight.T + bias``, differentiable with respect to ``x`` only.
 
@@ -118,21 +113,22 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
             x: ``[seq, batch, hidden]``; with sequence parallelism this rank's shard of seq.
             weight: ``[output, hidden]``, the model's parameter.
             bias: ``[output]``, the model's parameter.
-            parallel: how ``x`` is distributed over tensor-parallel ranks.
+            allreduce_dgrad: whether the input gradient is all-reduced over ``tp_group``.
+            sequence_parallel: whether the input is a shard of the sequence, to be all-gathered.
 
         Returns:
             ``[seq, batch, output]``, with the whole seq; the caller owns it.
         """
         trained = bias if bias is not None and bias.requires_grad else None
-        keep = partial(self._keep, weight, trained, parallel)
+        keep = partial(self._keep, weight, trained, tp_group if sequence_parallel else None)
         # Megatron notes in the weight that its gradient is fused, so it gets an alias. This is a
         # parameter too: whether a matmul is folded into one of matrices, and so how it rounds,
         # depends on whether the weight requires a gradient.
         alias = torch.nn.Parameter(weight.detach())
         fuses, buffer, limit = True, list[Any](), 0  # so Megatron leaves out the weight's gradient
-        reduces, is_shard, group = parallel
         output: torch.Tensor = _Linear.apply(
-            *(keep, x, alias, None, fuses, reduces, is_shard, buffer, limit, group),
+            *(keep, x, alias, None, fuses, allreduce_dgrad, sequence_parallel),
+            *(buffer, limit, tp_group),
             *last_linear_arguments(),
         )
         return output if bias is None else output + bias.detach()
@@ -153,14 +149,14 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
         params: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
         added: set[torch.Tensor] = set()
-        for weight, bias, parallel, uses in items:
+        for weight, bias, shards, uses in items:
             if weight in added:
                 torch.autograd.backward(params, grads)
                 params, grads, added = [], [], set()
             added.add(weight)
             for x, output_grad in uses:
-                if parallel.sequence_parallel:
-                    x = gather_from_sequence_parallel_region(x, group=parallel.tp_group)
+                if shards is not None:
+                    x = gather_from_sequence_parallel_region(x, group=shards)
                 output_grad, x = prepare_input_tensors_for_wgrad_compute(output_grad, x)
                 params.append(weight)
                 grads.append(output_grad.t().matmul(x))
@@ -173,13 +169,13 @@ class DelayedWeightGrads(SplitBackwards[_Kept]):
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        parallel: Parallel,
+        shards: Any,
         *operands: torch.Tensor,
     ) -> None:
         now = self._now[self._side()]
         key = weight, torch._C._current_graph_task_id()
         before = now.pop(key).uses if key in now else ()  # it is due where its last use is
-        now[key] = _Kept(weight, bias, parallel, (*before, operands))
+        now[key] = _Kept(weight, bias, shards, (*before, operands))
 
 
 class _Linear(LinearWithGradAccumulationAndAsyncCommunication):  # type: ignore[misc]
