@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron.fold3d.plan.ir import Plan
     from megatron.fold3d.runtime.events import Events
     from megatron.fold3d.runtime.feature import Feature
+    from megatron.fold3d.runtime.grad_sync.coded_sums import CodedSums
     from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
     from megatron.fold3d.runtime.plans import Plans
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
@@ -87,6 +88,10 @@ def install_schedule(
         from fold3d_patches import delta_gather
 
         patches += delta_gather.patches(run.delta)
+    if run.sums is not None:
+        from fold3d_patches import coded_sums
+
+        patches += coded_sums.patches(run.sums)
     if run.tracer is not None:
         from fold3d_patches import trace
 
@@ -108,8 +113,9 @@ def install_schedule(
             stack.push(executor)
         elif run.tracer is not None:
             stack.enter_context(run.tracer)
-        if run.delta is not None:
-            stack.push(run.delta.tell)
+        for coder in (run.delta, run.sums):
+            if coder is not None:
+                stack.push(coder.tell)
         return stack.pop_all()
 
 
@@ -121,6 +127,7 @@ class _Run:
     side: "Callable[[], int] | None" = None  # tells which of a pair a thread is
     tracer: "Tracer | None" = None
     delta: "DeltaGather | None" = None
+    sums: "CodedSums | None" = None
 
     def __init__(self, config: "Fold3DConfig", plans: "Plans", num_local: int) -> None:
         from megatron.fold3d.runtime.events import UNHEARD
@@ -140,18 +147,26 @@ class _Run:
 
             self.baton = Baton()
             self.side = self.baton.side
-        if config.delta_param_gather != "off":
-            from megatron.fold3d.config.gpu_settings import DELTA_LIBRARIES
+        if config.delta_param_gather != "off" and _has_coder(config):
+            from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
 
-            if DELTA_LIBRARIES[config.device].exists():  # else "on" is refused
-                from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
+            self.delta = DeltaGather(measures=config.delta_param_gather == "auto")
+        if config.coded_grad_reduce != "off" and _has_coder(config):
+            from megatron.fold3d.runtime.grad_sync.coded_sums import CodedSums
 
-                self.delta = DeltaGather(measures=config.delta_param_gather == "auto")
+            self.sums = CodedSums(measures=config.coded_grad_reduce == "auto")
         if config.trace is not None:
             from megatron.fold3d.runtime.trace.tracer import Tracer
 
             self.tracer = Tracer(config, _metrics())
             self.recorder = self.tracer.recorder
+
+
+def _has_coder(config: "Fold3DConfig") -> bool:
+    """Tell whether the code's library is built; without it ``on`` is refused."""
+    from megatron.fold3d.config.gpu_settings import DELTA_LIBRARIES
+
+    return DELTA_LIBRARIES[config.device].exists()
 
 
 def _parts(run: _Run) -> "Iterator[Part]":

@@ -21,7 +21,7 @@ from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.job_sizes import ranks_of_model, stage_layers, uneven_ranks
 from megatron.fold3d.config.read_config import read_config
-from megatron.fold3d.config.refusals import delta_param_gather
+from megatron.fold3d.config.refusals import coded
 from megatron.fold3d.config.run_flags import stock_group_problems
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.plan.choice import file_of, stock_schedule
@@ -223,7 +223,7 @@ def setup_of(args: Namespace, data_parallel: int, cluster: Cluster | None = None
         expert_parallel=args.expert_model_parallel_size,
         expert_tensor_parallel=(args.num_experts and args.expert_tensor_parallel_size) or 0,
         order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
-        gathered_bits=0.0 if delta_param_gather(args) == "off" else coded_bits_of(args),
+        gathered_bits=0.0 if coded(args, "delta_param_gather") == "off" else coded_bits_of(args),
         **layers,
         **precision_of(args),
     )
@@ -239,7 +239,7 @@ def coded_bits_of(args: Namespace) -> float:
     """
     asks = args.delta_param_gather or "auto"
     sharded = {"delta_param_gather": asks, "use_distributed_optimizer": True}
-    if delta_param_gather(Namespace(**vars(args) | sharded)) == "off":
+    if coded(Namespace(**vars(args) | sharded), "delta_param_gather") == "off":
         return 0.0
     return coded_bits(args.lr or _LEARNING_RATE, args.init_method_std or _DEVIATION)
 

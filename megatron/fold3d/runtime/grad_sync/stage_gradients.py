@@ -294,7 +294,7 @@ def of_shards(
     bucket_group: Any, bucket: Any, begin: int, end: int, group: dist.ProcessGroup
 ) -> Piece:
     """Return the same part, from ``begin`` to ``end``, of the shard of every rank of a group."""
-    data, config = bucket.grad_data, bucket_group.ddp_config
+    data = bucket.grad_data
     shards = data.chunk(group.size())
     return Piece(
         tuple((shard[begin:end],) for shard in shards),
@@ -302,7 +302,6 @@ def of_shards(
         group,
         scatters=True,
         bucket=data if end - begin == shards[0].numel() else None,
-        in_fp32=bool(config.reduce_scatter_with_fp32_accumulation),
     )
 
 
