@@ -277,7 +277,7 @@ def _dp_sync(run: _Run) -> "Iterator[Part]":
         from megatron.fold3d.runtime.auto_schedule import AutoSchedule
         from megatron.fold3d.training.search_process import SearchProcess
 
-        auto = AutoSchedule(config, SearchProcess, due=due, delta=run.delta)
+        auto = AutoSchedule(config, SearchProcess, due=due, delta=run.delta, sums=run.sums)
         features.append(auto)
     yield from reversed(features)
     if due or replicated or auto:

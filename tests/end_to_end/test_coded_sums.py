@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from megatron.fold3d.observe.trace_files import RankTrace
 from tests.distributed import run_distributed
 from tests.end_to_end.test_delta_gather import BF16, IN_BF16, STOCK
-from tests.end_to_end.test_equal_to_stock import BUCKETS, EP, EXPERTS, FP16, OVERLAP, UNTIED, ZERO
-from tests.end_to_end.test_equal_to_stock import Row
+from tests.end_to_end.test_equal_to_stock import (
+    BUCKETS,
+    EP,
+    EXPERTS,
+    FP16,
+    OVERLAP,
+    UNTIED,
+    ZERO,
+    Row,
+)
 from tests.end_to_end.training import Record, differences, heard, marked, once, train
 
 pytestmark = pytest.mark.gloo

@@ -16,12 +16,14 @@ from collections.abc import Iterator, Mapping
 
 from megatron.fold3d.config.bucket_flags import has_one_queue
 from megatron.fold3d.config.fold3d_config import Switch
+from megatron.fold3d.config.job_sizes import num_replicas
 from megatron.fold3d.config.schedule_flags import parts_of, word_of
 from megatron.fold3d.config.settings import asked
 from megatron.fold3d.config.spelling import flag_of
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK, VALUES
 
 STOCKS, WITHOUT = "stock's schedule", "without "
+_FIXED_ORDER = "--deterministic-mode"
 _DELTA_ON, _SUMS_ON = "--delta-param-gather on", "--coded-grad-reduce on"
 # Values that stock's schedule has.
 _OF_STOCK = ("--trace of stock's schedule", "share=", "optimizer=sharded", _DELTA_ON, _SUMS_ON)
@@ -117,6 +119,8 @@ def coded(args: Namespace, name: str) -> Switch:
     asks: Switch = getattr(args, name) or ("auto" if is_auto else "off")
     if asks != "auto":
         return asks
+    if name == "coded_grad_reduce" and num_replicas(args) > 2 and asked(args, _FIXED_ORDER):
+        return "off"  # sums of more than two numbers depend on their order
     on = Namespace(**vars(args) | {name: "on"})
     form = f"{flag_of(name)} on with {{}}"
     return "off" if any(refused(on, form, TABLE[form])) else "auto"

@@ -24,7 +24,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
-from megatron.fold3d.runtime.grad_sync.bucket_groups import Ranks, ranks_of
+from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    Ranks,
+    bucket_groups,
+    group_of,
+    is_sharded,
+    ranks_of,
+)
 from megatron.fold3d.runtime.grad_sync.delta_code import (
     SPARE_WORDS,
     WORD,
@@ -45,7 +51,7 @@ _ALIGNED_WORDS = 4  # NCCL sends byte by byte where a message begins between 16-
 _FIRST_BITS = 12  # of an upper half; most gradients need 11
 _MOST_BITS = 15  # beyond, gradients are summed whole
 _RESTS = 100  # sums of such a size, before one is coded again
-_TIMED_BYTES = 1 << 22  # of the all-to-all that measures the links
+_TIMED = 1 << 20  # gradients in the sums that measure the links
 
 
 class CodedSums:
@@ -69,6 +75,8 @@ class CodedSums:
     ) -> None:
         """Start the sums of a bucket group of DDP, whose handle has to wait for coded ones too."""
         self._started = []
+        if self._measures and is_sharded(group) and not force_all_reduce:
+            self._measure(group.buckets[0].grad_data, group_of(group))
         upstream(group, force_all_reduce)
         if self._started and group.grad_reduce_handle is not None:
             group.grad_reduce_handle = _Together([group.grad_reduce_handle, *self._started])
@@ -105,11 +113,17 @@ class CodedSums:
         first = table_words(values) + values * _FIRST_BITS // 32
         return self._rooms.get(_key(gradients, group), first)
 
-    def link_bytes(self, gradients: torch.Tensor, group: dist.ProcessGroup) -> int:
-        """Return the bytes that a sum of such gradients sends in place of all of them."""
-        if _key(gradients, group) not in self._rooms:
-            return gradients.nbytes
-        return _coded_bytes(gradients, group.size(), self.room(gradients, group))
+    def share(self, chunk: Any) -> float:
+        """Return which part of a model chunk's gradients the sums of its buckets send."""
+        sent = whole = 0
+        for bucket_group in bucket_groups(chunk):
+            group = group_of(bucket_group)
+            for bucket in bucket_group.buckets:
+                gradients, room = bucket.grad_data, self._rooms.get(_key(bucket.grad_data, group))
+                whole += gradients.nbytes
+                coded = room and _coded_bytes(gradients, group.size(), room)
+                sent += coded or gradients.nbytes
+        return sent / max(1, whole)
 
     def fits(
         self,
@@ -149,51 +163,50 @@ class CodedSums:
             )
 
     def _codes(self, gradients: torch.Tensor, op: Any, group: dist.ProcessGroup) -> bool:
-        replicas, key = group.size(), _key(gradients, group)
-        if (
-            replicas == 1
-            or op != dist.ReduceOp.SUM
-            or gradients.dtype not in _DTYPES
-            or gradients.numel() % (2 * replicas)
-        ):
+        if op != dist.ReduceOp.SUM or not _can_code(gradients, group):
             return False
-        if self._measures and ranks_of(group) not in self._is_faster:
+        if self._measures:
             self._measure(gradients, group)
         if not self._is_faster.get(ranks_of(group), True):
             return False
+        key = _key(gradients, group)
         rests = self._rests.get(key, 0)
         self._rests[key] = max(0, rests - 1)
         return rests == 0
 
-    def _measure(self, bucket: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Decide if coding is faster; the replicas decide together.
+    def _measure(self, gradients: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Decide once if coding is faster for some replicas, which decide together.
 
-        Other collectives of the group would be held back by DDP, which starts several as one.
+        It cannot be done while DDP starts several collectives as one.
         """
-        replicas, shard = group.size(), bucket.chunk(group.size())[group.rank()]
-        message = shard.new_empty(shard.numel(), dtype=torch.int32)
-        for _ in range(2):  # the first loads the library
-            passed_s = clock(bucket.device)
+        if ranks_of(group) in self._is_faster or not _can_code(gradients, group):
+            return
+        replicas, device = group.size(), gradients.device
+        shard = gradients.chunk(replicas)[group.rank()]
+        message = torch.empty(shard.numel(), dtype=torch.int32, device=device)
+
+        def coded() -> None:
             encode_gradients(shard, message)
-            decode_gradients(message, shard.clone())
-            coding_s = (replicas - 1) * passed_s()
-        size = min(bucket.nbytes, _TIMED_BYTES) // replicas * replicas
-        sent = torch.zeros(size, dtype=torch.uint8, device=bucket.device)
+            decode_gradients(message, torch.empty_like(shard))
+
+        coding_s = (replicas - 1) * _seconds(coded, device)
+        share = _coded_bytes(gradients, replicas, int(message[1].item())) / gradients.nbytes
+        whole = torch.zeros(min(gradients.numel(), _TIMED), device=device)
+        whole = whole[: whole.numel() // replicas * replicas]
+        sums = torch.empty_like(whole.chunk(replicas)[0])
+        sent = whole[: int(share * sums.numel()) * replicas]
         received = torch.empty_like(sent)
-        for _ in range(2):  # the first may connect
-            passed_s = clock(bucket.device)
-            dist.all_to_all_single(received, sent, group=group)
-            link_s = passed_s() * bucket.nbytes / size
-        words = int(message[1].item())
-        saved_s = link_s * (1 - _coded_bytes(bucket, replicas, words) / bucket.nbytes)
-        gain_s = min(gathered(saved_s - coding_s, group))
-        self._is_faster[ranks_of(group)] = gain_s > 0
+        whole_s = _seconds(lambda: dist.reduce_scatter_tensor(sums, whole, group=group), device)
+        sent_s = _seconds(lambda: dist.all_to_all_single(received, sent, group=group), device)
+        saved_s = (whole_s - sent_s) * gradients.nbytes / whole.nbytes
+        is_faster = min(gathered(saved_s - coding_s, group)) > 0
+        self._is_faster[ranks_of(group)] = is_faster
         log_single_rank(
             logger,
             logging.INFO,
-            "--coded-grad-reduce auto: coding the first bucket saves %.3g s of its sum and takes "
+            "--coded-grad-reduce auto: a code saves %.3g s of the first sum of gradients and takes "
             "%.3g s, so it is %s",
-            *(saved_s, coding_s, "on" if gain_s > 0 else "off"),
+            *(saved_s, coding_s, "on" if is_faster else "off"),
         )
 
 
@@ -278,6 +291,20 @@ class _Together:
         """Wait for all of them."""
         for handle in self._handles:
             handle.wait()
+
+
+def _can_code(gradients: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    replicas = group.size()
+    is_even = gradients.numel() % (2 * replicas) == 0  # lower halves fill words
+    return replicas > 1 and gradients.dtype in _DTYPES and is_even
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of the second time; the first may load a library, or connect."""
+    work()
+    passed_s = clock(device)
+    work()
+    return passed_s()
 
 
 def _key(gradients: torch.Tensor, group: dist.ProcessGroup) -> _Key:
