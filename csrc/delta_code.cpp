@@ -59,6 +59,89 @@ int best_parameter(const uint16_t* now, const uint16_t* old, int64_t count, int 
 
 FOLD3D_BOTH uint64_t bit_if(bool is, int place) { return static_cast<uint64_t>(is) << (place & 63); }
 
+/// Writes the codes of a block behind the first `used` words of a message, if `capacity` words hold
+/// them, and the block's entry of the table; returns how many words they are.
+template <class CodeOf>
+FOLD3D_BOTH int64_t put_block(int size, CodeOf code_of, int base, uint32_t* entry, uint32_t* message, int64_t used,
+                              int64_t capacity) {
+  uint16_t lengths[kBlock + kSpare], low_bits[kBlock + kSpare], low[kBlock + kSpare];
+  uint32_t ones_words[kOnesWords + kSpare], low_words[kLowWords + kSpare];
+  for (int i = 0; i < size; ++i) {
+    const Code code = code_of(i);
+    lengths[i] = code.ones + 1;
+    low_bits[i] = code.low_bits;
+    low[i] = code.low;
+  }
+  for (int i = size; i % 4; ++i) lengths[i] = low_bits[i] = low[i] = 0;
+  Bits ones{reinterpret_cast<char*>(ones_words)}, lows{reinterpret_cast<char*>(low_words)};
+  for (int i = 0; i < size; i += 4) {
+    const int a = lengths[i], b = a + lengths[i + 1], c = b + lengths[i + 2];
+    const int d = c + lengths[i + 3];
+    const uint64_t zeros = bit_if(true, a - 1) | bit_if(b > a, b - 1) | bit_if(c > b, c - 1) |
+                           bit_if(d > c, d - 1);
+    ones.put(~zeros & ((uint64_t{1} << d) - 1), d);
+  }
+  for (int i = 0; i < size; i += 2)
+    lows.put(low[i] | uint64_t{low[i + 1]} << low_bits[i], low_bits[i] + low_bits[i + 1]);
+  const uint32_t num_ones = ones.num_words(), num_lows = lows.num_words();
+  ones.put((uint64_t{1} << 32) - 1, 32);  // the last word has no zero behind the last value's
+  lows.put(0, 32);
+  if (used + num_ones + num_lows <= capacity) {
+    entry[0] = static_cast<uint32_t>(used);
+    entry[1] = static_cast<uint32_t>(base) << kBaseAt | num_ones;
+    std::memcpy(message + used, ones_words, 4 * num_ones);
+    std::memcpy(message + used + num_ones, low_words, 4 * num_lows);
+  }
+  return num_ones + num_lows;
+}
+
+/// Reads the codes of a block; `low_bits_of(i, ones)` tells how many low bits a value has, and
+/// `take(i, code)` takes it.
+template <class LowBitsOf, class Take>
+FOLD3D_BOTH void take_block(int size, const uint32_t* part, uint32_t num_ones, LowBitsOf low_bits_of, Take take) {
+  uint16_t ends[1 + kBlock + kSpare];  // of each value's ones, and before the first
+  uint16_t ones[kBlock], low_bits[kBlock], low[kBlock];
+  ends[0] = UINT16_MAX;
+  int found = 1;
+  for (uint32_t word = 0; word < num_ones; word += 2) {
+    uint64_t zeros = 0;
+    std::memcpy(&zeros, part + word, word + 1 < num_ones ? 8 : 4);
+    zeros = word + 1 < num_ones ? ~zeros : static_cast<uint32_t>(~zeros);
+    const int next = found + std::popcount(zeros);
+    for (int i = found; i < next; i += 8) {
+#pragma GCC unroll 8
+      for (int j = i; j < i + 8; ++j) {  // behind the last zero, what is written does not matter
+        ends[j] = 32 * word + std::countr_zero(zeros | uint64_t{1} << 63);
+        zeros &= zeros - 1;
+      }
+    }
+    found = next;
+  }
+  for (int i = 0; i < size; ++i) {
+    ones[i] = ends[i + 1] - ends[i] - 1;
+    low_bits[i] = low_bits_of(i, ones[i]);
+  }
+  const char* const lows = reinterpret_cast<const char*>(part + num_ones);
+  uint64_t at = 0;
+  for (int i = 0; i < size; i += 2) {
+    uint64_t word;
+    std::memcpy(&word, lows + (at >> 3), 8);
+    word >>= at & 7;
+    low[i] = word;
+    if (i + 1 == size) break;
+    low[i + 1] = word >> low_bits[i];
+    at += low_bits[i] + low_bits[i + 1];
+  }
+  for (int i = 0; i < size; ++i) {
+    const uint16_t mask = (1u << low_bits[i]) - 1;
+    take(i, Code{ones[i], low_bits[i], static_cast<uint16_t>(low[i] & mask)});
+  }
+}
+
+int size_of(int64_t block, int64_t count) {
+  return static_cast<int>(std::min<int64_t>(kBlock, count - block * kBlock));
+}
+
 }  // namespace
 
 /// Writes the message that turns `old` into `now`, as far as `capacity` words hold it. Its second
@@ -66,40 +149,11 @@ FOLD3D_BOTH uint64_t bit_if(bool is, int place) { return static_cast<uint64_t>(i
 extern "C" CLONED void fold3d_delta_encode(const uint16_t* now, const uint16_t* old, int64_t count,
                                            int mantissa, uint32_t* message, int64_t capacity) {
   const int parameter = best_parameter(now, old, count, mantissa);
-  uint32_t* const table = message + kHeader;
   int64_t used = kHeader + 2 * num_blocks(count);
-  uint16_t lengths[kBlock + kSpare], low_bits[kBlock + kSpare], low[kBlock + kSpare];
-  uint32_t ones_words[kOnesWords + kSpare], low_words[kLowWords + kSpare];
   for (int64_t block = 0; block < num_blocks(count); ++block) {
     const int64_t first = block * kBlock;
-    const int size = static_cast<int>(std::min<int64_t>(kBlock, count - first));
-    for (int i = 0; i < size; ++i) {
-      const Code code = code_of(now[first + i], old[first + i], mantissa, parameter);
-      lengths[i] = code.ones + 1;
-      low_bits[i] = code.low_bits;
-      low[i] = code.low;
-    }
-    for (int i = size; i % 4; ++i) lengths[i] = low_bits[i] = low[i] = 0;
-    Bits ones{reinterpret_cast<char*>(ones_words)}, lows{reinterpret_cast<char*>(low_words)};
-    for (int i = 0; i < size; i += 4) {
-      const int a = lengths[i], b = a + lengths[i + 1], c = b + lengths[i + 2];
-      const int d = c + lengths[i + 3];
-      const uint64_t zeros = bit_if(true, a - 1) | bit_if(b > a, b - 1) | bit_if(c > b, c - 1) |
-                             bit_if(d > c, d - 1);
-      ones.put(~zeros & ((uint64_t{1} << d) - 1), d);
-    }
-    for (int i = 0; i < size; i += 2)
-      lows.put(low[i] | uint64_t{low[i + 1]} << low_bits[i], low_bits[i] + low_bits[i + 1]);
-    const uint32_t num_ones = ones.num_words(), num_lows = lows.num_words();
-    ones.put((uint64_t{1} << 32) - 1, 32);  // the last word has no zero behind the last value's
-    lows.put(0, 32);
-    if (used + num_ones + num_lows <= capacity) {
-      table[2 * block] = static_cast<uint32_t>(used);
-      table[2 * block + 1] = num_ones;
-      std::memcpy(message + used, ones_words, 4 * num_ones);
-      std::memcpy(message + used + num_ones, low_words, 4 * num_lows);
-    }
-    used += num_ones + num_lows;
+    const auto code = [=](int i) { return code_of(now[first + i], old[first + i], mantissa, parameter); };
+    used += put_block(size_of(block, count), code, 0, message + kHeader + 2 * block, message, used, capacity);
   }
   message[0] = static_cast<uint32_t>(parameter);
   message[1] = static_cast<uint32_t>(used);
@@ -109,49 +163,47 @@ extern "C" CLONED void fold3d_delta_encode(const uint16_t* now, const uint16_t* 
 extern "C" CLONED void fold3d_delta_decode(const uint32_t* message, uint16_t* values, int64_t count,
                                            int mantissa) {
   const int parameter = static_cast<int>(message[0]);
-  const uint32_t* const table = message + kHeader;
-  uint16_t ends[1 + kBlock + kSpare];  // of each value's ones, and before the first
-  uint16_t ones[kBlock], low_bits[kBlock], low[kBlock];
-  ends[0] = UINT16_MAX;
   for (int64_t block = 0; block < num_blocks(count); ++block) {
+    const uint32_t* const entry = message + kHeader + 2 * block;
     uint16_t* const old = values + block * kBlock;
-    const int size = static_cast<int>(std::min<int64_t>(kBlock, count - block * kBlock));
-    const uint32_t* const part = message + table[2 * block];
-    const uint32_t num_ones = table[2 * block + 1];
-    int found = 1;
-    for (uint32_t word = 0; word < num_ones; word += 2) {
-      uint64_t zeros = 0;
-      std::memcpy(&zeros, part + word, word + 1 < num_ones ? 8 : 4);
-      zeros = word + 1 < num_ones ? ~zeros : static_cast<uint32_t>(~zeros);
-      const int next = found + std::popcount(zeros);
-      for (int i = found; i < next; i += 8) {
-#pragma GCC unroll 8
-        for (int j = i; j < i + 8; ++j) {  // behind the last zero, what is written does not matter
-          ends[j] = 32 * word + std::countr_zero(zeros | uint64_t{1} << 63);
-          zeros &= zeros - 1;
-        }
-      }
-      found = next;
-    }
+    take_block(
+        size_of(block, count), message + entry[0], entry[1],
+        [=](int i, uint16_t ones) { return low_bits_of(ones, old[i], mantissa, parameter); },
+        [=](int i, Code code) { old[i] = value_of(code, old[i]); });
+  }
+}
+
+/// As `fold3d_delta_encode`, of gradients: of every `stride`th of `values`.
+extern "C" CLONED void fold3d_gradient_encode(const uint16_t* values, int stride, int64_t count, uint32_t* message,
+                                              int64_t capacity) {
+  int64_t used = kHeader + 2 * num_blocks(count);
+  for (int64_t block = 0; block < num_blocks(count); ++block) {
+    const int size = size_of(block, count);
+    uint16_t now[kBlock];
+    uint32_t sum = 0, num = 0;
     for (int i = 0; i < size; ++i) {
-      ones[i] = ends[i + 1] - ends[i] - 1;
-      low_bits[i] = low_bits_of(ones[i], old[i], mantissa, parameter);
+      now[i] = turned(values[(block * kBlock + i) * stride]);
+      sum += now[i] >> kSignAndMantissa;
+      num += now[i] >> kSignAndMantissa != 0;
     }
-    const char* const lows = reinterpret_cast<const char*>(part + num_ones);
-    uint64_t at = 0;
-    for (int i = 0; i < size; i += 2) {
-      uint64_t word;
-      std::memcpy(&word, lows + (at >> 3), 8);
-      word >>= at & 7;
-      low[i] = word;
-      if (i + 1 == size) break;
-      low[i + 1] = word >> low_bits[i];
-      at += low_bits[i] + low_bits[i + 1];
-    }
-    for (int i = 0; i < size; ++i) {
-      const uint16_t mask = (1u << low_bits[i]) - 1;
-      old[i] = value_of({ones[i], low_bits[i], static_cast<uint16_t>(low[i] & mask)}, old[i]);
-    }
+    const int base = base_of(sum, num);
+    const auto code = [&now, base](int i) { return code_of_gradient(now[i], base); };
+    used += put_block(size, code, base, message + kHeader + 2 * block, message, used, capacity);
+  }
+  message[0] = 0;
+  message[1] = static_cast<uint32_t>(used);
+}
+
+/// Writes gradients to every `stride`th of `values`; reads up to 8 bytes behind the message.
+extern "C" CLONED void fold3d_gradient_decode(const uint32_t* message, uint16_t* values, int stride, int64_t count) {
+  for (int64_t block = 0; block < num_blocks(count); ++block) {
+    const uint32_t* const entry = message + kHeader + 2 * block;
+    uint16_t* const now = values + block * kBlock * stride;
+    const int base = entry[1] >> kBaseAt;
+    take_block(
+        size_of(block, count), message + entry[0], entry[1] & ((1 << kBaseAt) - 1),
+        [](int, uint16_t ones) { return low_bits_of_gradient(ones); },
+        [=](int i, Code code) { now[i * stride] = turned_back(gradient_of(code, base)); });
   }
 }
 

@@ -85,77 +85,136 @@ __global__ void begin(const uint16_t* now, const uint16_t* old, int64_t count, i
   }
 }
 
-__global__ void encode(const uint16_t* now, const uint16_t* old, int64_t count, int mantissa,
-                       uint32_t* message, int64_t capacity) {
+// The threads write the codes of a block, each those of its own values, of which there are `num`.
+__device__ void put_block(const Code* codes, int num, int base, uint32_t* entry, uint32_t* message,
+                          int64_t capacity) {
   __shared__ uint32_t words[kOnesWords + kLowWords];
   __shared__ uint32_t first_word;
+  unsigned own_ones = 0, own_low = 0, ones_bits, low_bits;
+  for (int i = 0; i < num; ++i) {
+    own_ones += codes[i].ones + 1;
+    own_low += codes[i].low_bits;
+  }
+  unsigned ones_at = sum_before(own_ones, ones_bits), low_at = sum_before(own_low, low_bits);
+  const unsigned num_ones = (ones_bits + 31) / 32, num_words = num_ones + (low_bits + 31) / 32;
+  // Zeros are written into ones, and ones into zeros.
+  for (unsigned i = threadIdx.x; i < num_words; i += kThreads) words[i] = i < num_ones ? ~0u : 0;
+  if (threadIdx.x == 0) first_word = atomicAdd(message + 1, num_words);
+  __syncthreads();
+  for (int i = 0; i < num; ++i) {
+    ones_at += codes[i].ones + 1;
+    atomicAnd(words + (ones_at - 1) / 32, ~(1u << ((ones_at - 1) % 32)));
+    add_bits(words + num_ones, low_at, codes[i].low);
+    low_at += codes[i].low_bits;
+  }
+  __syncthreads();
+  if (first_word + num_words <= capacity) {
+    for (unsigned i = threadIdx.x; i < num_words; i += kThreads) message[first_word + i] = words[i];
+    if (threadIdx.x == 0) {
+      entry[0] = first_word;
+      entry[1] = static_cast<uint32_t>(base) << kBaseAt | num_ones;
+    }
+  }
+  __syncthreads();  // the next block overwrites them
+}
+
+// The threads read the codes of a block, each those of its own values, of which there are `num`;
+// `low_bits_of(i, ones)` tells how many low bits one has, and `take(i, code)` takes it.
+template <class LowBitsOf, class Take>
+__device__ void take_block(int num, const uint32_t* part, unsigned num_ones, LowBitsOf low_bits_of, Take take) {
+  __shared__ uint16_t ends[kBlock];  // of each value's ones
+  const unsigned of_each = (num_ones + kThreads - 1) / kThreads;
+  const unsigned begin_word = threadIdx.x * of_each;
+  unsigned own = 0, total;
+  for (unsigned i = begin_word; i < begin_word + of_each && i < num_ones; ++i) own += __popc(~part[i]);
+  unsigned value = sum_before(own, total);
+  for (unsigned i = begin_word; i < begin_word + of_each && i < num_ones; ++i)
+    for (uint32_t zeros = ~part[i]; zeros; zeros &= zeros - 1)
+      ends[value++] = static_cast<uint16_t>(32 * i + __ffs(static_cast<int>(zeros)) - 1);
+  __syncthreads();
+  Code codes[kEach];
+  own = 0;
+  for (int i = 0; i < num; ++i) {
+    const int place = threadIdx.x * kEach + i;
+    codes[i].ones = static_cast<uint16_t>(ends[place] - (place ? ends[place - 1] + 1 : 0));
+    codes[i].low_bits = low_bits_of(i, codes[i].ones);
+    own += codes[i].low_bits;
+  }
+  unsigned at = sum_before(own, total);
+  for (int i = 0; i < num; ++i) {
+    codes[i].low = static_cast<uint16_t>(bits_at(part + num_ones, at, codes[i].low_bits));
+    at += codes[i].low_bits;
+    take(i, codes[i]);
+  }
+  __syncthreads();  // the next block overwrites them
+}
+
+// The place of this thread's first value of a block, and how many it has.
+__device__ int64_t first_of(int64_t block) { return block * kBlock + threadIdx.x * kEach; }
+__device__ int num_of(int64_t block, int64_t count) {
+  const int64_t left = count - first_of(block);
+  return left < 0 ? 0 : left < kEach ? static_cast<int>(left) : kEach;
+}
+
+__global__ void encode(const uint16_t* now, const uint16_t* old, int64_t count, int mantissa,
+                       uint32_t* message, int64_t capacity) {
   const int parameter = static_cast<int>(message[0]);
   for (int64_t block = blockIdx.x; block * kBlock < count; block += gridDim.x) {
-    const int64_t first = block * kBlock + threadIdx.x * kEach;
+    const int64_t first = first_of(block);
+    const int num = num_of(block, count);
     Code codes[kEach];
-    unsigned own_ones = 0, own_low = 0, ones_bits, low_bits;
-    for (int i = 0; i < kEach; ++i) {
-      codes[i] = {};
-      if (first + i >= count) continue;
-      codes[i] = code_of(now[first + i], old[first + i], mantissa, parameter);
-      own_ones += codes[i].ones + 1;
-      own_low += codes[i].low_bits;
-    }
-    unsigned ones_at = sum_before(own_ones, ones_bits), low_at = sum_before(own_low, low_bits);
-    const unsigned num_ones = (ones_bits + 31) / 32, num_words = num_ones + (low_bits + 31) / 32;
-    // Zeros are written into ones, and ones into zeros.
-    for (unsigned i = threadIdx.x; i < num_words; i += kThreads) words[i] = i < num_ones ? ~0u : 0;
-    if (threadIdx.x == 0) first_word = atomicAdd(message + 1, num_words);
-    __syncthreads();
-    for (int i = 0; i < kEach && first + i < count; ++i) {
-      ones_at += codes[i].ones + 1;
-      atomicAnd(words + (ones_at - 1) / 32, ~(1u << ((ones_at - 1) % 32)));
-      add_bits(words + num_ones, low_at, codes[i].low);
-      low_at += codes[i].low_bits;
-    }
-    __syncthreads();
-    if (first_word + num_words <= capacity) {
-      for (unsigned i = threadIdx.x; i < num_words; i += kThreads) message[first_word + i] = words[i];
-      if (threadIdx.x == 0) {
-        message[kHeader + 2 * block] = first_word;
-        message[kHeader + 2 * block + 1] = num_ones;
-      }
-    }
-    __syncthreads();  // the next block overwrites them
+    for (int i = 0; i < num; ++i) codes[i] = code_of(now[first + i], old[first + i], mantissa, parameter);
+    put_block(codes, num, 0, message + kHeader + 2 * block, message, capacity);
   }
 }
 
 __global__ void decode(const uint32_t* message, uint16_t* values, int64_t count, int mantissa) {
-  __shared__ uint16_t ends[kBlock];  // of each value's ones
   const int parameter = static_cast<int>(message[0]);
   for (int64_t block = blockIdx.x; block * kBlock < count; block += gridDim.x) {
-    const uint32_t* const part = message + message[kHeader + 2 * block];
-    const unsigned num_ones = message[kHeader + 2 * block + 1];
-    const unsigned of_each = (num_ones + kThreads - 1) / kThreads;
-    const unsigned begin_word = threadIdx.x * of_each;
-    unsigned own = 0, total;
-    for (unsigned i = begin_word; i < begin_word + of_each && i < num_ones; ++i) own += __popc(~part[i]);
-    unsigned value = sum_before(own, total);
-    for (unsigned i = begin_word; i < begin_word + of_each && i < num_ones; ++i)
-      for (uint32_t zeros = ~part[i]; zeros; zeros &= zeros - 1)
-        ends[value++] = static_cast<uint16_t>(32 * i + __ffs(static_cast<int>(zeros)) - 1);
-    __syncthreads();
-    const int64_t first = block * kBlock + threadIdx.x * kEach;
+    const uint32_t* const entry = message + kHeader + 2 * block;
+    uint16_t* const own = values + first_of(block);
+    take_block(
+        num_of(block, count), message + entry[0], entry[1],
+        [=](int i, uint16_t ones) { return low_bits_of(ones, own[i], mantissa, parameter); },
+        [=](int i, Code code) { own[i] = value_of(code, own[i]); });
+  }
+}
+
+__global__ void begin_gradients(uint32_t* message, uint32_t used) {
+  message[0] = 0;
+  message[1] = used;
+}
+
+__global__ void encode_gradients(const uint16_t* values, int stride, int64_t count, uint32_t* message,
+                                 int64_t capacity) {
+  for (int64_t block = blockIdx.x; block * kBlock < count; block += gridDim.x) {
+    const int64_t first = first_of(block);
+    const int num = num_of(block, count);
+    uint16_t now[kEach];
+    unsigned sum = 0, others = 0, all, num_all;
+    for (int i = 0; i < num; ++i) {
+      now[i] = turned(values[(first + i) * stride]);
+      sum += now[i] >> kSignAndMantissa;
+      others += now[i] >> kSignAndMantissa != 0;
+    }
+    sum_before(sum, all);
+    sum_before(others, num_all);
+    const int base = base_of(all, num_all);
     Code codes[kEach];
-    own = 0;
-    for (int i = 0; i < kEach && first + i < count; ++i) {
-      const int place = threadIdx.x * kEach + i;
-      codes[i].ones = static_cast<uint16_t>(ends[place] - (place ? ends[place - 1] + 1 : 0));
-      codes[i].low_bits = low_bits_of(codes[i].ones, values[first + i], mantissa, parameter);
-      own += codes[i].low_bits;
-    }
-    unsigned at = sum_before(own, total);
-    for (int i = 0; i < kEach && first + i < count; ++i) {
-      codes[i].low = static_cast<uint16_t>(bits_at(part + num_ones, at, codes[i].low_bits));
-      at += codes[i].low_bits;
-      values[first + i] = value_of(codes[i], values[first + i]);
-    }
-    __syncthreads();  // the next block overwrites them
+    for (int i = 0; i < num; ++i) codes[i] = code_of_gradient(now[i], base);
+    put_block(codes, num, base, message + kHeader + 2 * block, message, capacity);
+  }
+}
+
+__global__ void decode_gradients(const uint32_t* message, uint16_t* values, int stride, int64_t count) {
+  for (int64_t block = blockIdx.x; block * kBlock < count; block += gridDim.x) {
+    const uint32_t* const entry = message + kHeader + 2 * block;
+    uint16_t* const own = values + first_of(block) * stride;
+    const int base = static_cast<int>(entry[1] >> kBaseAt);
+    take_block(
+        num_of(block, count), message + entry[0], entry[1] & ((1u << kBaseAt) - 1),
+        [](int, uint16_t ones) { return low_bits_of_gradient(ones); },
+        [=](int i, Code code) { own[i * stride] = turned_back(gradient_of(code, base)); });
   }
 }
 
@@ -186,6 +245,20 @@ extern "C" int fold3d_delta_encode(const uint16_t* now, const uint16_t* old, int
 extern "C" int fold3d_delta_decode(const uint32_t* message, uint16_t* values, int64_t count, int mantissa,
                                    cudaStream_t stream) {
   LAUNCH(decode, grid_of(num_blocks(count)), stream)(message, values, count, mantissa);
+  return cudaGetLastError();
+}
+
+extern "C" int fold3d_gradient_encode(const uint16_t* values, int stride, int64_t count, uint32_t* message,
+                                      int64_t capacity, cudaStream_t stream) {
+  const int64_t blocks = num_blocks(count);
+  LAUNCH(begin_gradients, 1, stream)(message, static_cast<uint32_t>(kHeader + 2 * blocks));
+  LAUNCH(encode_gradients, grid_of(blocks), stream)(values, stride, count, message, capacity);
+  return cudaGetLastError();
+}
+
+extern "C" int fold3d_gradient_decode(const uint32_t* message, uint16_t* values, int stride, int64_t count,
+                                      cudaStream_t stream) {
+  LAUNCH(decode_gradients, grid_of(num_blocks(count)), stream)(message, values, stride, count);
   return cudaGetLastError();
 }
 

@@ -14,6 +14,9 @@
 //     parameter │ words needed │ table: first word, words of ones │ block: ones, low bits │ block ..
 //
 // `mantissa` is the bits of a value's mantissa: 7 in bf16, 10 in fp16.
+//
+// Gradients have no old values to differ from. But most of their exponents are near each other, so a
+// second code, in the same messages, writes their distances.
 #pragma once
 
 #include <cmath>
@@ -78,6 +81,41 @@ FOLD3D_BOTH uint16_t low_bits_of(uint16_t ones, uint16_t old, int mantissa, int 
 FOLD3D_BOTH uint16_t value_of(Code code, uint16_t old) {
   if (code.ones == kEscape) return code.low;
   return unfolded(static_cast<uint16_t>((code.ones << code.low_bits) | code.low), old);
+}
+
+// Gradients of bf16, or the upper halves of fp32. They are turned, so that the exponent is at the top.
+// A block has a base, the mean of its exponents. An exponent's distance from the base is folded to z,
+// and written with k = 1: z >> 1 as ones, then z & 1, sign and mantissa as low bits. After kEscape ones
+// the gradient follows whole.
+constexpr int kSignAndMantissa = 8;
+constexpr int kGradientLow = kSignAndMantissa + 1;  // low bits
+constexpr int kBaseAt = 16;                         // in a block's words of ones, which stay below
+
+FOLD3D_BOTH uint16_t turned(uint16_t bits) { return static_cast<uint16_t>(bits << 1 | bits >> 15); }
+FOLD3D_BOTH uint16_t turned_back(uint16_t bits) { return static_cast<uint16_t>(bits >> 1 | bits << 15); }
+
+// The mean of `num` exponents, all that are not zero.
+FOLD3D_BOTH int base_of(uint32_t sum, uint32_t num) {
+  return num ? static_cast<int>((sum + num / 2) / num) : 0;
+}
+
+FOLD3D_BOTH Code code_of_gradient(uint16_t turned, int base) {
+  const int above = (turned >> kSignAndMantissa) - base;
+  const int z = above > 0 ? 2 * above - 1 : -2 * above;
+  if (z >= 2 * kEscape) return {kEscape, 16, turned};
+  const int low = (z & 1) << kSignAndMantissa | (turned & 0xFF);
+  return {static_cast<uint16_t>(z >> 1), kGradientLow, static_cast<uint16_t>(low)};
+}
+
+FOLD3D_BOTH uint16_t low_bits_of_gradient(uint16_t ones) {
+  return ones == kEscape ? 16 : kGradientLow;
+}
+
+FOLD3D_BOTH uint16_t gradient_of(Code code, int base) {
+  if (code.ones == kEscape) return code.low;
+  const bool is_above = code.low >> kSignAndMantissa;
+  const int exponent = is_above ? base + code.ones + 1 : base - code.ones;
+  return static_cast<uint16_t>(exponent << kSignAndMantissa | (code.low & 0xFF));
 }
 
 FOLD3D_BOTH int64_t num_blocks(int64_t count) { return (count + kBlock - 1) / kBlock; }

@@ -78,6 +78,8 @@ def install_schedule(
     patches, executor = [*_marks(config)], None
     if run.delta is not None:  # first: a trace of gathers is around them
         patches += _ours("delta_gather:patches")(run.delta)
+    if run.sums is not None:
+        patches += _ours("coded_sums:patches")(run.sums)
     if run.tracer is not None:
         patches += _traced(run)
     if config.choice.order != "stock":
@@ -94,8 +96,9 @@ def install_schedule(
             stack.push(executor)
         elif run.tracer is not None:
             stack.enter_context(run.tracer)
-        if run.delta is not None:
-            stack.push(run.delta.tell)
+        for coder in (run.delta, run.sums):
+            if coder is not None:
+                stack.push(coder.tell)
         return stack.pop_all()
 
 
@@ -116,7 +119,8 @@ class _Run:
 
     def __init__(self, config: "Fold3DConfig", plans: "Plans", num_local: int) -> None:
         self.config, self.plans, self.num_local = config, plans, num_local
-        self.communicator = self.baton = self.side = self.tracer = self.delta = None
+        self.communicator = self.baton = self.side = None
+        self.tracer = self.delta = self.sums = None
         self.recorder = _runtime("events:UNHEARD")
         if config.preemptive_comm:
             self.communicator = _runtime("preemption.communicator:PreemptiveCommunicator")(
@@ -127,15 +131,22 @@ class _Run:
         if config.choice.pairs:
             self.baton = _runtime("tensor_parallel.baton:Baton")()
             self.side = self.baton.side  # tells which of a pair a thread is
-        if config.delta_param_gather != "off":
-            from megatron.fold3d.config.gpu_settings import DELTA_LIBRARIES
-
-            if DELTA_LIBRARIES[config.device].exists():  # else "on" is refused
-                measures = config.delta_param_gather == "auto"
-                self.delta = _runtime("grad_sync.delta_gather:DeltaGather")(measures=measures)
+        if config.delta_param_gather != "off" and _has_coder(config):
+            measures = config.delta_param_gather == "auto"
+            self.delta = _runtime("grad_sync.delta_gather:DeltaGather")(measures=measures)
+        if config.coded_grad_reduce != "off" and _has_coder(config):
+            measures = config.coded_grad_reduce == "auto"
+            self.sums = _runtime("grad_sync.coded_sums:CodedSums")(measures=measures)
         if config.trace is not None:
             self.tracer = _runtime("trace.tracer:Tracer")(config, _metrics())
             self.recorder = self.tracer.recorder
+
+
+def _has_coder(config: "Fold3DConfig") -> bool:
+    """Tell whether the code's library is built; without it ``on`` is refused."""
+    from megatron.fold3d.config.gpu_settings import DELTA_LIBRARIES
+
+    return DELTA_LIBRARIES[config.device].exists()
 
 
 def _parts(run: _Run) -> "Iterator[Part]":
@@ -214,7 +225,7 @@ def _dp_sync(run: _Run) -> "Iterator[Part]":
         from megatron.fold3d.training.search_process import SearchProcess
 
         auto = _runtime("auto_schedule:AutoSchedule")(
-            config, SearchProcess, due=due, delta=run.delta
+            config, SearchProcess, due=due, delta=run.delta, sums=run.sums
         )
         features.append(auto)
     yield from reversed(features)

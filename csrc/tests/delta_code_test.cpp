@@ -55,16 +55,22 @@ auto launched(Kernel kernel, unsigned grid) {
 #define fold3d_delta_encode gpu_encode
 #define fold3d_delta_decode gpu_decode
 #define fold3d_delta_hash gpu_hash
+#define fold3d_gradient_encode gpu_encode_gradients
+#define fold3d_gradient_decode gpu_decode_gradients
 #include "../delta_code.cu"
 #undef fold3d_delta_encode
 #undef fold3d_delta_decode
 #undef fold3d_delta_hash
+#undef fold3d_gradient_encode
+#undef fold3d_gradient_decode
 
 using Values = std::vector<uint16_t>;
 extern "C" {
 void fold3d_delta_encode(const uint16_t*, const uint16_t*, int64_t, int, uint32_t*, int64_t);
 void fold3d_delta_decode(const uint32_t*, uint16_t*, int64_t, int);
 void fold3d_delta_hash(const uint16_t*, int64_t, uint64_t*);
+void fold3d_gradient_encode(const uint16_t*, int, int64_t, uint32_t*, int64_t);
+void fold3d_gradient_decode(const uint32_t*, uint16_t*, int, int64_t);
 }
 
 namespace {
@@ -127,6 +133,45 @@ void every_old_value_leads_to_every_kind_of_new_one() {
   }
 }
 
+/// Decodes by each what the other encodes of every `stride`th value; returns the words of a message.
+size_t coded_gradients(const Values& values, int stride) {
+  const auto n = static_cast<int64_t>(values.size()) / stride;
+  std::vector<uint32_t> ours(values.size() + 64), gpus(values.size() + 64);
+  fold3d_gradient_encode(values.data(), stride, n, ours.data(), ours.size());
+  gpu_encode_gradients(values.data(), stride, n, gpus.data(), gpus.size(), nullptr);
+  CHECK(ours[1] == gpus[1]);
+  Values by_cpu = values, by_gpu = values;
+  for (size_t i = 0; i < values.size(); i += stride) by_cpu[i] = by_gpu[i] = 0;
+  fold3d_gradient_decode(gpus.data(), by_cpu.data(), stride, n);
+  gpu_decode_gradients(ours.data(), by_gpu.data(), stride, n, nullptr);
+  CHECK(by_cpu == values);
+  CHECK(by_gpu == values);
+  return ours[1];
+}
+
+void gradients_are_decoded_from_fewer_bits() {
+  std::mt19937 random(5);
+  for (const size_t count : {2, 4096, 4098, 3 * 4096 + 124}) {
+    for (const float scale : {1e-30f, 1e-4f, 1.f, 3e4f}) {
+      std::normal_distribution<float> gradient(0, scale);
+      Values values(count);
+      for (uint16_t& value : values) value = rounded(gradient(random));
+      for (const int stride : {1, 2}) {
+        const size_t words = coded_gradients(values, stride);
+        if (count > 4096) CHECK(32. * words < 11.2 * count / stride);
+      }
+    }
+  }
+}
+
+void every_gradient_is_decoded() {
+  Values values(1 << 16);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<uint16_t>(i * 40503);
+  coded_gradients(values, 1);
+  coded_gradients(Values(5000, 0), 1);
+  coded_gradients(Values(5000, 0x7FC0), 2);
+}
+
 void a_message_that_does_not_fit_tells_its_size_and_writes_nothing_behind() {
   const auto [old, now] = stepped(9000, 3);
   std::vector<uint32_t> whole(9000), cut(100, 0xABCDABCD);
@@ -156,6 +201,8 @@ void a_flipped_bit_and_exchanged_values_change_the_checksum() {
 int main() {
   RUN(each_decodes_what_the_other_writes);
   RUN(every_old_value_leads_to_every_kind_of_new_one);
+  RUN(gradients_are_decoded_from_fewer_bits);
+  RUN(every_gradient_is_decoded);
   RUN(a_message_that_does_not_fit_tells_its_size_and_writes_nothing_behind);
   RUN(a_flipped_bit_and_exchanged_values_change_the_checksum);
 }

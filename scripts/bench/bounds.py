@@ -81,7 +81,7 @@ def _bounds(job: Simulation, num_segments: int) -> Iterator[Bounds]:
     known = estimate(
         job.shape,
         job.hosts,
-        replace(job.setup, distributed_optimizer=True, gathered_bits=bits),
+        replace(job.setup, distributed_optimizer=True, gathered_bits=bits, codes_sums=True),
         num_ranks=job.num_ranks,
         num_segments=num_segments,
     )

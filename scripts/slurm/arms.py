@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron.fold3d.commands.job import coded_bits_of
+from megatron.fold3d.commands.job import codes_of
 from megatron.fold3d.commands.megatron_flags import described
 from megatron.fold3d.commands.search_lines import gains_over_yours
 from megatron.fold3d.commands.training_flags import training_flags, without
@@ -91,8 +91,8 @@ def arms(
     said = described(words)
     mine, remarks = yours(said, hardware)
     batch = said.args.global_batch_size
-    fixed, bits = said.given(hardware), coded_bits_of(said.args)
-    free = search(said.model(), hardware, global_batch_size=batch, given=fixed, gathered_bits=bits)
+    fixed, codes = said.given(hardware), codes_of(said.args)
+    free = search(said.model(), hardware, global_batch_size=batch, given=fixed, codes=codes)
     notes = [*remarks, *(gains_over_yours(free, mine) if mine else ())]
     stock, anywhere = mine.same_layout if mine else None, free.best_stock
     if stock is None:

@@ -21,7 +21,7 @@ from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.job_sizes import ranks_of_model, stage_layers, uneven_ranks
 from megatron.fold3d.config.read_config import read_config
-from megatron.fold3d.config.refusals import delta_param_gather
+from megatron.fold3d.config.refusals import coded
 from megatron.fold3d.config.run_flags import stock_group_problems
 from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.plan.choice import file_of, stock_schedule
@@ -30,7 +30,7 @@ from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.policy.partition import layers_of_stages
 from megatron.fold3d.predict.cost_model.cluster import Cluster
-from megatron.fold3d.predict.cost_model.coded_gathers import coded_bits
+from megatron.fold3d.predict.cost_model.coded_sync import Codes, coded_bits
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidates import Candidate
@@ -223,7 +223,8 @@ def setup_of(args: Namespace, data_parallel: int, cluster: Cluster | None = None
         expert_parallel=args.expert_model_parallel_size,
         expert_tensor_parallel=(args.num_experts and args.expert_tensor_parallel_size) or 0,
         order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
-        gathered_bits=0.0 if delta_param_gather(args) == "off" else coded_bits_of(args),
+        gathered_bits=0.0 if coded(args, "delta_param_gather") == "off" else _gathered_bits(args),
+        codes_sums=coded(args, "coded_grad_reduce") != "off",
         **layers,
         **precision_of(args),
     )
@@ -232,16 +233,20 @@ def setup_of(args: Namespace, data_parallel: int, cluster: Cluster | None = None
 _LEARNING_RATE, _DEVIATION = 1e-4, 0.02  # where no flag says them
 
 
-def coded_bits_of(args: Namespace) -> float:
-    """Return the bits of a parameter that coded all-gathers send in a training.
-
-    0 if its flags rule them out, other than by the optimizer, which a search chooses.
-    """
-    asks = args.delta_param_gather or "auto"
-    sharded = {"delta_param_gather": asks, "use_distributed_optimizer": True}
-    if delta_param_gather(Namespace(**vars(args) | sharded)) == "off":
-        return 0.0
+def _gathered_bits(args: Namespace) -> float:
     return coded_bits(args.lr or _LEARNING_RATE, args.init_method_std or _DEVIATION)
+
+
+def codes_of(args: Namespace) -> Codes:
+    """Return what a training may code: what its flags do not rule out.
+
+    The optimizer rules nothing out, since a search chooses it.
+    """
+    names = "delta_param_gather", "coded_grad_reduce"
+    asked = {name: getattr(args, name) or "auto" for name in names}
+    sharded = Namespace(**vars(args) | asked | {"use_distributed_optimizer": True})
+    gathers, sums = (coded(sharded, name) != "off" for name in names)
+    return Codes(_gathered_bits(args) if gathers else 0.0, sums)
 
 
 def left_out(args: Namespace) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from megatron.fold3d.commands.console import OK, Progress, write
 from megatron.fold3d.commands.cost_sources import add_cluster_options, named_cluster
-from megatron.fold3d.commands.job import coded_bits_of
+from megatron.fold3d.commands.job import codes_of
 from megatron.fold3d.commands.megatron_flags import Described, add_training_flags, given_training
 from megatron.fold3d.commands.search_lines import environment, gains, lines_of, plot, rates_of
 from megatron.fold3d.commands.training_flags import (
@@ -82,7 +82,7 @@ def run(args: Namespace) -> int:
         top=args.top,
         given=described.given(cluster),
         assumed=args.assume,
-        gathered_bits=coded_bits_of(described.args),
+        codes=codes_of(described.args),
         progress=Progress(),
     )
     own, notes = yours(described, cluster) if described.is_job else (None, ())
@@ -163,6 +163,7 @@ def _as_json(found: Search, own: Yours | None, user: Described, cluster: Cluster
             "distributed_optimizer": setup.distributed_optimizer,
             "gradient_bytes": setup.gradient_bytes,
             "gathered_bits": setup.gathered_bits or 8 * setup.element_bytes,
+            "codes_sums": setup.codes_sums,
             "sums_in_fp32": list(sums_of(setup)),
             "layers": c.layers or None,
             "recompute": setup.asked_recompute,

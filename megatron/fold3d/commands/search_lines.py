@@ -15,6 +15,7 @@ from megatron.fold3d.observe.breakdown import Flops
 from megatron.fold3d.observe.digits import digits, seconds
 from megatron.fold3d.observe.report.palette import SERIES
 from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.coded_sync import coded_share
 from megatron.fold3d.predict.cost_model.efficiency import source_of
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.search.candidates import Candidate, flops_of
@@ -91,7 +92,7 @@ def verdict(found: Search, cases: Sequence[Case]) -> str:
     if stock is not None:
         alike = faster(stock.iteration_s / ours.iteration_s - 1)
     assumed = []
-    if ours.candidate.setup.gathered_bits:
+    if ours.candidate.setup.coding_flags:
         assumed.append("GPUs code as fast as their memory allows")
     if best_stock and best_stock.candidate.num_ranks > 1 and not ours.candidate.is_stock:
         assumed.append("stock waits for its sends")
@@ -245,14 +246,19 @@ def _in_16_bits(found: Search) -> Iterator[str]:
 
 
 def _coded(found: Search) -> Iterator[str]:
-    """Say what coded all-gathers change, and how far what ours gains without them."""
+    """Say what codes change, and how far what ours gains without them."""
     if not found.coded:
         return
-    bits = found.coded[0].candidate.setup.gathered_bits
-    yield f"--delta-param-gather changes no result: it sends {bits:.1f} of a parameter's 16 bits"
+    setup = found.coded[0].candidate.setup
+    if setup.gathered_bits:
+        yield f"--delta-param-gather sends {setup.gathered_bits:.1f} of a parameter's 16 bits"
+    if setup.codes_sums:
+        yield f"--coded-grad-reduce sends {coded_share(setup.gradient_bytes):.0%} of gradients"
+    rounds = setup.codes_sums and setup.most_replicas > 2
+    yield "  results stay the same" + (", but for the order of sums of replicas" if rounds else "")
     if found.uncoded is not None and found.best_stock is not None:
         gain = found.best_stock.iteration_s / found.uncoded.iteration_s - 1
-        yield f"  without it the best of ours is {faster(gain)} than the best of stock"
+        yield f"  without codes the best of ours is {faster(gain)} than the best of stock"
 
 
 def gains_over_yours(found: Search, own: Yours) -> Iterator[str]:
@@ -274,7 +280,8 @@ def gains_over_yours(found: Search, own: Yours) -> Iterator[str]:
         if stock is not None:
             yield from row(stock, f"stock, {title}: {in_full(stock.candidate)}")
     if own.coded is not None:
-        yield from row(own.coded, "FOLD3D, your schedule: --delta-param-gather auto")
+        flags = " ".join(own.coded.candidate.setup.coding_flags)
+        yield from row(own.coded, f"FOLD3D, your schedule: {flags}")
     if found.choice.candidate.is_ours:
         alike = found.choice.candidate.layout == own.run.candidate.layout
         layout = "same layout" if alike else "any layout"

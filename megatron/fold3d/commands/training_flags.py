@@ -157,7 +157,7 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         "--overlap-moe-expert-parallel-comm": c.combined,
         "--overlap-grad-reduce": setup.num_replicas > 1,  # or DP.sync starts after all backwards
         "--use-distributed-optimizer --overlap-param-gather": setup.distributed_optimizer,
-        "--delta-param-gather auto": setup.gathered_bits,
+        " ".join(setup.coding_flags): setup.coding_flags,
         f"--num-distributed-optimizer-instances {instances}": instances > 1,
         "--no-align-grad-reduce": not c.aligned,
         f"--shard-segments {c.shards}": c.shards != "off",

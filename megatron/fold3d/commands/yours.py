@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from megatron.fold3d.commands.cost_sources import on_cluster
 from megatron.fold3d.commands.job import (
     as_run,
-    coded_bits_of,
+    codes_of,
     config_of,
     default_queues,
     left_out,
@@ -27,7 +27,7 @@ from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.search.candidates import MOST_SEGMENTS, RECOMPUTES, Candidate
 from megatron.fold3d.predict.search.neighbours import (
     neighbours,
-    with_coded_gathers,
+    with_codes,
     with_other_sums,
 )
 from megatron.fold3d.predict.search.planner import judged, strongest_stock
@@ -81,9 +81,10 @@ def yours(user: Described, cluster: Cluster) -> tuple[Yours | None, tuple[str, .
         run = settled.candidate
         flags = replace(run.job, order=None) if run.is_stock else None
         found = judged(shape, cluster, replace(run, flags=flags))
-        bits = 0.0 if run.setup.gathered_bits else coded_bits_of(own.args)
-        coded = next(with_coded_gathers(replace(run, flags=flags), bits), None)
-        with_codes = None if coded is None else judged(shape, cluster, coded)
+        coded = next(with_codes(replace(run, flags=flags), codes_of(own.args)), None)
+        if coded is not None and coded.setup == run.setup:
+            coded = None
+        faster = None if coded is None else judged(shape, cluster, coded)
         alone = _tried_alone(shape, cluster, own.args, found.candidate)
         alike = strongest_stock(shape, cluster, run)
     except ValueError as error:
@@ -94,7 +95,7 @@ def yours(user: Described, cluster: Cluster) -> tuple[Yours | None, tuple[str, .
     if found.device_bytes > cluster.usable_bytes:
         not_counted.append("that it needs more memory than there is")
     notes = (f"not counted in yours: {', '.join(not_counted)}",) if not_counted else ()
-    return Yours(run=found, alone=alone, same_layout=alike, coded=with_codes), notes
+    return Yours(run=found, alone=alone, same_layout=alike, coded=faster), notes
 
 
 def _tried_alone(

@@ -88,6 +88,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "auto, else off).",
     )
     group.add_argument(
+        "--coded-grad-reduce",
+        choices=get_args(Switch),
+        help="With the distributed optimizer, sum gradients to shards in a code without loss: 72%% "
+        "of the bytes of gradients in bf16, 86%% in fp32. auto measures at the first sum if that "
+        "is faster, and leaves it otherwise (default: auto with --schedule auto, else off).",
+    )
+    group.add_argument(
         "--traffic-class",
         type=traffic_classes,
         default={},

@@ -75,6 +75,7 @@ class Fold3DConfig:
     traffic_class: Mapping[str, int] = field(default_factory=dict)
     saved_bytes: int = 0
     delta_param_gather: Switch = "off"
+    coded_grad_reduce: Switch = "off"
 
     @property
     def choice(self) -> Choice:

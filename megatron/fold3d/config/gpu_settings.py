@@ -124,11 +124,16 @@ def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
 
 
 def delta_library_problems(args: Namespace) -> Iterator[str]:
-    """Yield one message (found, rule, fix) if ``--delta-param-gather on`` lacks a library."""
+    """Yield one message (found, rule, fix) per flag of a code that lacks its library."""
     library = DELTA_LIBRARIES[args.device]
-    if args.delta_param_gather == "on" and not library.exists():
-        build = "make extension" if args.device == "cpu" else "make build-cuda"
-        yield f"--delta-param-gather on without {library}: it codes parameters; run: {build}"
+    build = "make extension" if args.device == "cpu" else "make build-cuda"
+    flags = {
+        "--delta-param-gather on": args.delta_param_gather,
+        "--coded-grad-reduce on": args.coded_grad_reduce,
+    }
+    for flag, value in flags.items():
+        if value == "on" and not library.exists():
+            yield f"{flag} without {library}, which has the code; run: {build}"
 
 
 def traffic_classes(text: str) -> dict[str, int]:

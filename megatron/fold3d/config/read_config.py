@@ -26,7 +26,7 @@ from megatron.fold3d.config.recompute_flags import (
     saved_bytes,
 )
 from megatron.fold3d.config.refusals import (
-    delta_param_gather,
+    coded,
     may_defer,
     may_try,
     refusals,
@@ -112,7 +112,8 @@ def read_config(args: Namespace) -> Fold3DConfig:
         preemptive_comm=args.preemptive_comm,
         traffic_class=args.traffic_class,
         saved_bytes=saved_bytes(args, segments),
-        delta_param_gather=delta_param_gather(args),
+        delta_param_gather=coded(args, "delta_param_gather"),
+        coded_grad_reduce=coded(args, "coded_grad_reduce"),
     )
 
 

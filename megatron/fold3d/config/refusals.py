@@ -16,14 +16,17 @@ from collections.abc import Iterator, Mapping
 
 from megatron.fold3d.config.bucket_flags import has_one_queue
 from megatron.fold3d.config.fold3d_config import Switch
+from megatron.fold3d.config.job_sizes import num_replicas
 from megatron.fold3d.config.schedule_flags import parts_of, word_of
 from megatron.fold3d.config.settings import asked
+from megatron.fold3d.config.spelling import flag_of
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK, VALUES
 
 STOCKS, WITHOUT = "stock's schedule", "without "
-_DELTA_ON = "--delta-param-gather on"
+_FIXED_ORDER = "--deterministic-mode"
+_DELTA_ON, _SUMS_ON = "--delta-param-gather on", "--coded-grad-reduce on"
 # Values that stock's schedule has.
-_OF_STOCK = ("--trace of stock's schedule", "share=", "optimizer=sharded", _DELTA_ON)
+_OF_STOCK = ("--trace of stock's schedule", "share=", "optimizer=sharded", _DELTA_ON, _SUMS_ON)
 
 
 def refusals(args: Namespace, but: str = "") -> Iterator[str]:
@@ -107,14 +110,19 @@ def may_defer(args: Namespace) -> bool:
     return gains and may_try(args, "step=next")
 
 
-def delta_param_gather(args: Namespace) -> Switch:
-    """Return the value of the flag; ``auto`` becomes ``off`` if an option refuses coded gathers."""
+def coded(args: Namespace, name: str) -> Switch:
+    """Return the value of ``delta_param_gather`` or ``coded_grad_reduce``.
+
+    ``auto`` becomes ``off`` if an option refuses what is coded.
+    """
     is_auto = word_of(args).order == AUTO
-    asks: Switch = args.delta_param_gather or ("auto" if is_auto else "off")
+    asks: Switch = getattr(args, name) or ("auto" if is_auto else "off")
     if asks != "auto":
         return asks
-    on = Namespace(**vars(args) | {"delta_param_gather": "on"})
-    form = f"{_DELTA_ON} with {{}}"
+    if name == "coded_grad_reduce" and num_replicas(args) > 2 and asked(args, _FIXED_ORDER):
+        return "off"  # sums of more than two numbers depend on their order
+    on = Namespace(**vars(args) | {name: "on"})
+    form = f"{flag_of(name)} on with {{}}"
     return "off" if any(refused(on, form, TABLE[form])) else "auto"
 
 
@@ -341,6 +349,21 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         f"{_BOTH}",
         "step=next": "segments are stepped one by one, without a wait in which replicas could "
         f"agree on lengths; {_BOTH}",
+    },
+    f"{_SUMS_ON} with {{}}": {
+        "without --use-distributed-optimizer": "only gradients that are summed to shards are "
+        "coded; add {}",
+        "one replica": "there is nobody to sum gradients with; drop it",
+        "--num-distributed-optimizer-instances above 1": "shards are summed over instances too, "
+        f"and nothing codes that; {_BOTH}",
+        "--ddp-reduce-scatter-with-fp32-accumulation": "it sends 16 bits and adds up in 32; "
+        f"{_BOTH}",
+        "--ddp-average-in-collective": f"NCCL then averages, and codes are only summed; {_BOTH}",
+        "--use-megatron-fsdp, --use-torch-fsdp2": f"{_FSDP}; {_BOTH}",
+        "--optimizer that shards whole layers": "its gradients are all-reduced; drop it",
+        "--preemptive-comm": f"it sends slices of gradients; {_BOTH}",
+        "--shard-segments": f"gradients are freed between iterations; {_BOTH}",
+        "step=next": f"it sums parts of a segment's gradients in the next iteration; {_BOTH}",
     },
     "{} with --shard-segments gradients": {
         "slices=on": "a segment's gradients are freed before later computations start slices "

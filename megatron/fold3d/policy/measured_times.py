@@ -51,6 +51,8 @@ class MeasuredTimes:
     """DP.sync of a stage's gradients, as an all-reduce with its latency."""
     param_gather_s: tuple[float, ...] = ()
     """The all-gather of a stage's parameters with its latency; empty if not measured."""
+    sum_shares: tuple[float, ...] = ()
+    """Which part of a stage's gradients its sums to shards send; empty if nothing codes them."""
     lanes: Mapping[str, Line] = field(default_factory=dict)
     """The measured line of each lane, by the lane's name in prose; zero if the run has none."""
     rings_are_buffered: bool = False

@@ -43,6 +43,7 @@ from megatron.fold3d.runtime.measure.timing import clock
 from megatron.fold3d.runtime.trial import TIMED, Trial
 
 if TYPE_CHECKING:
+    from megatron.fold3d.runtime.grad_sync.coded_sums import CodedSums
     from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 
@@ -60,6 +61,7 @@ class AutoSchedule(Feature):
         search: begins a search: `SearchProcess`, which this room may not import.
         due: takes the steps that reach into the next iteration, if the run may have any.
         delta: counts the bytes of all-gathers, if parameters are coded.
+        sums: counts the bytes of reduce-scatters, if gradients are coded.
     """
 
     preparing = "the measurement of its links"
@@ -71,11 +73,12 @@ class AutoSchedule(Feature):
         *,
         due: "DueSteps | None" = None,
         delta: "DeltaGather | None" = None,
+        sums: "CodedSums | None" = None,
     ) -> None:
         self._config, self._search = config, search
         self._due = due
         self._device = torch.device(config.device)
-        self._recorder = RunRecorder(self._device, delta)
+        self._recorder = RunRecorder(self._device, delta, sums)
         self._trials: dict[int, Trial] = {}
         self._trained = 0  # training iterations so far
         self._iterations = 0
@@ -215,7 +218,8 @@ class AutoSchedule(Feature):
             or (self._config.job.reduces_early and one.choice.splits)
             for one in found.choices
         ]
-        if self._chooses_all and self._config.num_replicas > 2 and any(cuts):
+        codes = self._config.coded_grad_reduce != "off"
+        if self._chooses_all and self._config.num_replicas > 2 and (codes or any(cuts)):
             logger.info(
                 "--schedule auto tries what adds up the gradients of %s replicas in another "
                 "order: results may differ from stock's by rounding. --deterministic-mode "

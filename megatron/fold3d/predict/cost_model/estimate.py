@@ -19,7 +19,7 @@ from typing import Any
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.cost_model.cluster import Cluster
-from megatron.fold3d.predict.cost_model.coded_gathers import CODED_BYTES_PER_S
+from megatron.fold3d.predict.cost_model.coded_sync import CODED_BYTES_PER_S, coded_share
 from megatron.fold3d.predict.cost_model.efficiency import efficiency
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
 from megatron.fold3d.predict.cost_model.placement import gpus_together, nic_of_rank, routes
@@ -111,8 +111,11 @@ def estimate(
     split = layers or num_ranks * num_segments
     pipeline = _Pipeline(shape, cluster, setup, num_ranks, split, recompute_layers)
     one_queue = max(setup.tensor_parallel, setup.context_parallel) > 1
+    costs = pipeline.costs().with_replicated(replicated)
+    if setup.codes_sums:
+        costs = costs.with_coded_sums(pipeline.sent_shares(), replicated)
     return Estimate(
-        pipeline.costs().with_replicated(replicated),
+        costs,
         footprint_of(shape, setup, num_ranks, split, recompute_layers, replicated),
         nic_of_rank(cluster, setup, num_ranks),
         pipeline.synced_bytes,
@@ -317,8 +320,7 @@ class _Pipeline:
         reduction in 32 bits is an all-to-all: all bytes for other nodes leave a node, while a ring
         would first add them up over the node's replicas.
         """
-        setup, per_node = self.setup, self.cluster.gpus_per_node
-        n, span = setup.num_replicas, self._replicas_span
+        setup, n = self.setup, self.setup.num_replicas
         _, bytes_per_s = self._bandwidths(setup.tensor_parallel, n)
         if not setup.distributed_optimizer:
             return all_reduce_s(n, num_bytes, bytes_per_s)
@@ -328,10 +330,28 @@ class _Pipeline:
             shards_s = all_reduce_s(instances, num_bytes / near, far_bytes_per_s)
             return reduce_scatter_s(near, num_bytes, near_bytes_per_s) + shards_s
         seconds = reduce_scatter_s(n, num_bytes, bytes_per_s)
-        if not setup.scatters_in_fp32 or span <= per_node:
-            return seconds
-        together = max(1, per_node * n // span)  # replicas of a node
-        return seconds * together * (n - together) / (n - 1)
+        return seconds * self._all_to_all_factor if setup.scatters_in_fp32 else seconds
+
+    @property
+    def _all_to_all_factor(self) -> float:
+        """By which factor an all-to-all takes longer than a reduce-scatter, which is a ring."""
+        n, span = self.setup.num_replicas, self._replicas_span
+        if span <= self.cluster.gpus_per_node:
+            return 1.0
+        together = max(1, self.cluster.gpus_per_node * n // span)  # replicas of a node
+        return together * (n - together) / max(1, n - 1)
+
+    def sent_shares(self) -> tuple[float, ...]:
+        """Return, by stage, which part of the time of whole sums coded ones take.
+
+        They include the time of coding, and are used only if they are faster.
+        """
+        share = coded_share(self.setup.gradient_bytes) * self._all_to_all_factor
+        whole_s = self.costs().grad_sync_s
+        return tuple(
+            min(1.0, share + size / CODED_BYTES_PER_S / seconds) if seconds else 1.0
+            for size, seconds in zip(self.synced_bytes, whole_s, strict=True)
+        )
 
     def _expert_sync_s(self, num_bytes: float) -> float:
         """Return DP.sync of experts' gradients, which have fewer replicas, as a ring."""

@@ -50,6 +50,8 @@ class Setup:
     """The distributed optimizer sums over replicas in 32 bits, after an all-to-all."""
     gathered_bits: float = 0.0
     """Bits of a parameter in coded all-gathers; zero means that whole parameters are gathered."""
+    codes_sums: bool = False
+    """Whether gradients are summed to shards in a code without loss."""
     optimizer_instances: int = 1
     """Groups of replicas; each group shards a copy of the distributed optimizer's state."""
     local_layers: bool = False
@@ -101,6 +103,12 @@ class Setup:
     def element_bytes(self) -> int:
         """The bytes of an element of weights, activations and messages."""
         return 4 if self.fp32 else 2
+
+    @property
+    def coding_flags(self) -> tuple[str, ...]:
+        """Our flags with which DP.sync is coded."""
+        gathers = ("--delta-param-gather auto",) if self.gathered_bits else ()
+        return (*gathers, "--coded-grad-reduce auto") if self.codes_sums else gathers
 
     @property
     def gradient_bytes(self) -> int:

@@ -74,7 +74,7 @@ class Candidate:
     @property
     def is_ours(self) -> bool:
         """Whether Megatron cannot run it without us."""
-        return not self.is_stock or self.setup.gathered_bits > 0
+        return not self.is_stock or bool(self.setup.coding_flags)
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class Candidate:
         shards = f" --shard-segments {self.shards}" if self.shards != "off" else ""
         copies = " --offload-activations on" if self.offload else ""
         preempts = " --preemptive-comm" if self.preemptive else ""
-        codes = " --delta-param-gather auto" if self.setup.gathered_bits else ""
+        codes = "".join(f" {flag}" for flag in self.setup.coding_flags)
         placed = "" if self.setup.order == "tp-dp-pp" else f" {self.setup.order}"
         return name + shards + copies + preempts + codes + placed
 

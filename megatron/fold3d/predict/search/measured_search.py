@@ -81,6 +81,12 @@ def measured_search(
     if not job.gathers_params:
         costs = replace(costs, param_gather_s=())
 
+    def of_sums(whole: Sequence[int]) -> Costs:
+        if not job.steps_shards:
+            return costs
+        found = costs.with_replicated(whole) if job.gathers_params else costs
+        return found.with_coded_sums(times.sum_shares, whole)
+
     def judge(choice: Choice) -> Judge:
         whole = choice.stages(job.num_ranks, optimizer="replicated")
 
@@ -94,7 +100,7 @@ def measured_search(
 
         return Judge(
             job=replace(job, choice=choice, shares=(), order=order),
-            costs=costs.with_replicated(whole) if job.gathers_params else costs,
+            costs=of_sums(whole),
             link=Link(preemptive=preemptive, shard_shares=shard_shares),
             has_room=has_room,
             held=held,

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from megatron.fold3d.plan.schedule_word import Segments
+from megatron.fold3d.predict.cost_model.coded_sync import Codes
 from megatron.fold3d.predict.cost_model.sizes import Order
 from megatron.fold3d.predict.search.candidates import Assumption, Candidate, group_sizes
 
@@ -146,12 +147,17 @@ def in_16_bits(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:
     yield replace(c, setup=rounded)
 
 
-def with_coded_gathers(candidate: Candidate, bits: float) -> Iterator[Candidate]:
-    """Yield the candidate with coded all-gathers of ``bits`` a parameter, if training has them."""
+def with_codes(candidate: Candidate, codes: Codes) -> Iterator[Candidate]:
+    """Yield the candidate with all codes that training has for it, if there is any."""
     c, setup = candidate, candidate.setup
-    sharded = setup.distributed_optimizer and setup.most_replicas > 1 and not setup.fp32
-    if sharded and bits and c.shards == "off" and not c.choice.carries:
-        yield replace(c, setup=replace(setup, gathered_bits=bits))
+    sharded = setup.distributed_optimizer and setup.most_replicas > 1
+    if not sharded or c.shards != "off" or c.choice.carries:
+        return
+    bits = 0.0 if setup.fp32 else codes.gathered_bits
+    plain = setup.optimizer_instances == 1 and not (setup.scatters_in_fp32 or c.preemptive)
+    sums = codes.sums and plain
+    if bits or sums:
+        yield replace(c, setup=replace(setup, gathered_bits=bits, codes_sums=sums))
 
 
 def _with_placed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron.fold3d.policy.partition import Layers, best_partition
 from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.coded_sync import NO_CODES, Codes
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.recompute_by_stage import fewest_recomputed
 from megatron.fold3d.predict.cost_model.sizes import Setup
@@ -36,7 +37,7 @@ from megatron.fold3d.predict.search.neighbours import (
     in_other_rank_order,
     neighbours,
     recomputed_and_paired,
-    with_coded_gathers,
+    with_codes,
     with_replicated_segments,
 )
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
@@ -55,7 +56,7 @@ def search(
     top: int = 10,
     given: Mapping[str, Any] = FREE,
     assumed: Set[Assumption] = frozenset(),
-    gathered_bits: float = 0.0,
+    codes: Codes = NO_CODES,
     progress: Callable[[int, int], None] = lambda done, all_: None,
 ) -> Search:
     """Return the fastest configurations that fit into memory.
@@ -63,7 +64,7 @@ def search(
     Args:
         cluster: all of its GPUs are used.
         assumed: features to try although no GPU has timed them.
-        gathered_bits: bits of a parameter in coded all-gathers; 0 tries no coded ones.
+        codes: what training may code; the fastest are tried with it and without.
         progress: called with the numbers of simulated candidates, and of all that may follow.
 
     Raises:
@@ -137,7 +138,7 @@ def search(
         stock = judge.fastest(fitting, of_stock=True)
         best = _plainest_first(judge.best(fitting, kept))
         rounded = partial(in_16_bits, tied=not shape.untied)
-        coded = partial(with_coded_gathers, bits=gathered_bits)
+        coded = partial(with_codes, codes=codes)
         found = Search(
             best=best[:top],
             best_stock=stock[0] if stock else None,
@@ -161,7 +162,8 @@ def strongest_stock(shape: ModelShape, cluster: Cluster, ours: Candidate) -> Jud
     and optimizer are searched, as in `search`.
     """
     setup = ours.setup
-    bare = replace(setup, distributed_optimizer=False, gathered_bits=0.0, order=Setup().order)
+    bare = replace(setup, distributed_optimizer=False, order=Setup().order)
+    bare = replace(bare, gathered_bits=0.0, codes_sums=False)
     given = asdict(bare) | {"num_ranks": ours.num_ranks}
     del given["recompute"]
     batch = ours.num_microbatches * setup.data_parallel * setup.microbatch_size

@@ -5,7 +5,7 @@ simulator adds.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from reprlib import repr as shortened
 from typing import Self
@@ -193,6 +193,19 @@ class Costs:
                 0.0 if stage in stages else s for stage, s in enumerate(self.param_gather_s)
             ),
         )
+
+    def with_coded_sums(self, shares: Sequence[float], whole: Collection[int]) -> Self:
+        """Return a distributed optimizer's costs if gradients are summed to shards in a code.
+
+        Args:
+            shares: by stage, which part of the time of whole sums they take; empty is all of it.
+            whole: stages that every replica steps in full, which are all-reduced.
+        """
+        if not shares:
+            return self
+        both = enumerate(zip(self.grad_sync_s, shares, strict=True))
+        sums_s = tuple(s if stage in whole else s * share for stage, (s, share) in both)
+        return replace(self, grad_sync_s=sums_s)
 
     def to_json(self) -> str:
         """Return a JSON object with one key per field, which ``--costs`` reads by `from_file`."""

@@ -1,4 +1,4 @@
-"""The code of ``--delta-param-gather``: what a step changed, in fewer bits, and back exactly.
+"""The codes of ``--delta-param-gather`` and ``--coded-grad-reduce``: exact, in fewer bits.
 
 ``csrc/delta_code.h`` has the code. It is built as C libraries, not as torch extensions: for CPUs by
 ``make extension``, for GPUs by ``make build-cuda``.
@@ -17,6 +17,7 @@ MANTISSAS = {torch.bfloat16: 7, torch.float16: 10}
 """The bits of a mantissa, for each dtype that can be coded."""
 WORD = 4  # bytes
 SPARE_WORDS = 2  # what a decoder may read behind a message
+_BLOCK = 4096  # values
 
 
 def encode(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -32,7 +33,7 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """
     message = torch.empty(new.nbytes // WORD + 8, dtype=torch.int32, device=new.device)
     mantissa = MANTISSAS[new.dtype]
-    _call("encode", new, old, new.numel(), mantissa, message, message.numel(), on=new.device)
+    _call("delta_encode", new, old, new.numel(), mantissa, message, message.numel(), on=new.device)
     return message
 
 
@@ -43,7 +44,47 @@ def decode(message: torch.Tensor, values: torch.Tensor) -> None:
         message: int32 words of `encode`, with `SPARE_WORDS` of memory behind them.
         values: what `encode` had as ``old``.
     """
-    _call("decode", message, values, values.numel(), MANTISSAS[values.dtype], on=values.device)
+    _call(
+        "delta_decode", message, values, values.numel(), MANTISSAS[values.dtype], on=values.device
+    )
+
+
+def encode_gradients(values: torch.Tensor, message: torch.Tensor) -> None:
+    """Write the message from which `decode_gradients` makes values of 32 or 16 bits.
+
+    The upper 16 bits of each are coded. Lower bits follow no rule, and are not in the message.
+
+    Args:
+        values: contiguous ``[num_values]`` in bf16 or fp32.
+        message: int32 words, with room for the table of blocks. The second one becomes how many
+            words are needed; the message is complete only if it has as many.
+    """
+    upper, stride = _upper(values)
+    _call(
+        "gradient_encode", upper, stride, upper.numel(), message, message.numel(), on=values.device
+    )
+
+
+def decode_gradients(message: torch.Tensor, values: torch.Tensor) -> None:
+    """Write the upper 16 bits of values, in place.
+
+    Args:
+        message: of `encode_gradients`, with `SPARE_WORDS` of memory behind it.
+        values: contiguous ``[num_values]`` in the same dtype.
+    """
+    upper, stride = _upper(values)
+    _call("gradient_decode", message, upper, stride, upper.numel(), on=values.device)
+
+
+def table_words(num_values: int) -> int:
+    """Return the words of a message before its codes."""
+    return 2 + 2 * -(-num_values // _BLOCK)
+
+
+def _upper(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the upper halves of values, and their distance; a value of 16 bits is one half."""
+    stride = values.element_size() // 2
+    return values.view(torch.int16)[stride - 1 :: stride], stride
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:
@@ -53,7 +94,7 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
         values: contiguous ``[num_values]`` of a dtype in `MANTISSAS`.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    _call("hash", values, values.numel(), total, on=values.device)
+    _call("delta_hash", values, values.numel(), total, on=values.device)
     return total
 
 
@@ -62,11 +103,11 @@ def _call(name: str, *arguments: torch.Tensor | int, on: torch.device) -> None:
         c_void_p(argument.data_ptr()) if isinstance(argument, torch.Tensor) else argument
         for argument in arguments
     ]
-    function = getattr(_library(on.type), f"fold3d_delta_{name}")
+    function = getattr(_library(on.type), f"fold3d_{name}")
     if on.type == "cpu":
         function(*given)
     elif error := function(*given, c_void_p(torch.cuda.current_stream(on).cuda_stream)):
-        raise RuntimeError(f"--delta-param-gather: {name} is refused by CUDA: error {error}")
+        raise RuntimeError(f"{name} of delta_code.cu is refused by CUDA: error {error}")
 
 
 @functools.cache
@@ -74,11 +115,13 @@ def _library(device: str) -> Any:
     library = ctypes.CDLL(str(DELTA_LIBRARIES[device]))
     stream = [c_void_p] * (device == "cuda")
     for name, arguments in (
-        ("encode", (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64)),
-        ("decode", (c_void_p, c_void_p, c_int64, c_int)),
-        ("hash", (c_void_p, c_int64, c_void_p)),
+        ("delta_encode", (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64)),
+        ("delta_decode", (c_void_p, c_void_p, c_int64, c_int)),
+        ("gradient_encode", (c_void_p, c_int, c_int64, c_void_p, c_int64)),
+        ("gradient_decode", (c_void_p, c_void_p, c_int, c_int64)),
+        ("delta_hash", (c_void_p, c_int64, c_void_p)),
     ):
-        function = getattr(library, f"fold3d_delta_{name}")
+        function = getattr(library, f"fold3d_{name}")
         function.argtypes = [*arguments, *stream]
         function.restype = c_int if stream else None
     return library

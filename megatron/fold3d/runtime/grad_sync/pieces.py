@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.reduce_scatter_with_fp32_accumulation import (
-    reduce_scatter_with_fp32_accumulation,
-)
+from megatron.core.distributed import param_and_grad_buffer
 
 from megatron.fold3d.policy.shard_order import in_shards
 from megatron.fold3d.runtime.device import Launched
@@ -29,7 +27,6 @@ class Piece:
         owner: the only rank of the group that needs the sum, and gets it; None is all of them.
         scatters: whether each rank of the group needs the sum of its shard alone.
         bucket: the bucket's gradients, if the piece is all of them, in their order.
-        in_fp32: whether a reduce-scatter of 16 bits adds up in 32, as Megatron's own.
     """
 
     shards: tuple[tuple[torch.Tensor, ...], ...]
@@ -38,7 +35,6 @@ class Piece:
     owner: int | None = None
     scatters: bool = False
     bucket: torch.Tensor | None = None
-    in_fp32: bool = False
 
     @property
     def views(self) -> tuple[torch.Tensor, ...]:
@@ -101,11 +97,9 @@ class _Scatter:
         if len(self._own) > 1:
             sums = self._together.new_empty(self._together.numel() // group.size())
         self._sums = sums
-        scatter: Any = dist.reduce_scatter_tensor
-        if piece.in_fp32:
-            scatter = reduce_scatter_with_fp32_accumulation
+        scatter: Any = param_and_grad_buffer.dist_reduce_scatter_func  # DDP's own
         self._sum = scatter(sums, self._together, op=piece.op, group=group, async_op=True)
-        self._work: dist.Work = self._sum.all_to_all_handle if piece.in_fp32 else self._sum
+        self._work: dist.Work = getattr(self._sum, "all_to_all_handle", self._sum)
 
     def get_future(self) -> Any:
         """Return a future that is done when the sums are there."""
@@ -159,7 +153,7 @@ def of_shards(
     bucket_group: Any, bucket: Any, begin: int, end: int, group: dist.ProcessGroup
 ) -> Piece:
     """Return the same part, from ``begin`` to ``end``, of the shard of every rank of a group."""
-    data, config = bucket.grad_data, bucket_group.ddp_config
+    data = bucket.grad_data
     shards = data.chunk(group.size())
     return Piece(
         tuple((shard[begin:end],) for shard in shards),
@@ -167,7 +161,6 @@ def of_shards(
         group,
         scatters=True,
         bucket=data if end - begin == shards[0].numel() else None,
-        in_fp32=bool(config.reduce_scatter_with_fp32_accumulation),
     )
 
 

@@ -32,6 +32,7 @@ from megatron.fold3d.runtime.measure import lanes
 from megatron.fold3d.runtime.measure.saved_bytes import left_bytes
 
 if TYPE_CHECKING:
+    from megatron.fold3d.runtime.grad_sync.coded_sums import CodedSums
     from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
 
 _COSTS = {op: TABLE[op].cost for op in COMPUTE_OPS - PART_OPS}
@@ -45,13 +46,19 @@ class RunRecorder:
 
     Args:
         delta: knows what is gathered of parameters, if they are coded.
+        sums: knows what is sent of gradients, if they are coded.
 
     Attributes:
         step_s: the seconds of an optimizer step, zero if none was measured.
     """
 
-    def __init__(self, device: torch.device, delta: "DeltaGather | None" = None) -> None:
-        self._device, self._delta = device, delta
+    def __init__(
+        self,
+        device: torch.device,
+        delta: "DeltaGather | None" = None,
+        sums: "CodedSums | None" = None,
+    ) -> None:
+        self._device, self._delta, self._sums = device, delta, sums
         self._spans: list[tuple[Action, Mark, Mark]] = []
         self._left: defaultdict[Op, dict[int, float]] = defaultdict(dict)
         self.step_s = 0.0
@@ -132,6 +139,7 @@ class RunRecorder:
             transfer_latency_s=message.latency_s,
             grad_sync_s=tuple(map(grad_sync.seconds, gradient_bytes)),
             param_gather_s=tuple(map(gather.seconds, largest("parameter_bytes"))),
+            sum_shares=largest("sum_share") if self._sums is not None else (),
             lanes=of_lanes,
             rings_are_buffered=rings_are_buffered(
                 iteration.hidden_bytes, dist.get_backend(iteration.groups.dp_cp)
@@ -159,12 +167,15 @@ class RunRecorder:
         sizes["saved"] = saved
         sizes["delayed"] = {s: saved[s] + more for s, more in self._left[BACK.compute].items()}
         sizes |= {"gradient_bytes": {}, "parameter_bytes": {}, "other_shard_bytes": {}}
+        sizes["sum_share"] = {}
         others = 1 - 1 / iteration.groups.dp_cp.size()
         for segment, chunk in enumerate(iteration.chunks):
             stage = segment * iteration.plan.num_ranks + iteration.rank
             trained: list[Any] = [p for p in chunk.parameters() if p.requires_grad]
             sizes["gradient_bytes"][stage] = sum(p.main_grad.nbytes for p in trained)
             coded = self._delta.link_bytes(chunk) if self._delta is not None else None
+            if self._sums is not None:
+                sizes["sum_share"][stage] = self._sums.share(chunk)
             whole = sum(p.nbytes for p in trained)
             sizes["parameter_bytes"][stage] = whole if coded is None else coded
             sizes["other_shard_bytes"][segment] = others * sum(

@@ -1,0 +1,327 @@
+"""``--coded-grad-reduce``: reduce-scatters of gradients in fewer bits, bit for bit.
+
+Most gradients of a bucket have exponents near each other. So a replica sends the other replicas
+their shards of its gradients in a code, and each adds up what it receives:
+
+    replica 0   backward ─ encode shard 1 ─┐            ┌ decode shard 0, add
+    replica 1   backward ─ encode shard 0 ─┴ all-to-all ┴ decode shard 1, add
+
+The sum of two replicas is the same in any order. Those of more are added in the order of a ring,
+which begins behind the shard's own replica; a library that adds in another order rounds otherwise.
+
+The length of a message depends on its values, and nobody may wait for the device in the backward.
+So sums of one size have a room, a little more than the longest message of the last ones. A message
+begins with the lengths that its sender needed towards all replicas. They are read when the sum is
+waited for, at the end of the iteration, so all replicas know the same lengths. If one was longer
+than the room, the gradients are summed whole: nobody has written them since.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import log_single_rank
+
+from megatron.fold3d.runtime.agreement import gathered
+from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    Ranks,
+    bucket_groups,
+    group_of,
+    is_sharded,
+    ranks_of,
+)
+from megatron.fold3d.runtime.grad_sync.delta_code import (
+    SPARE_WORDS,
+    WORD,
+    decode_gradients,
+    encode_gradients,
+    table_words,
+)
+from megatron.fold3d.runtime.measure.timing import clock
+
+logger = logging.getLogger(__name__)
+
+Scatter = Callable[..., Any]
+_Key = tuple[Ranks, int]
+"""The replicas of a sum, and the number of its gradients."""
+
+_DTYPES = (torch.bfloat16, torch.float32)  # with exponents of 8 bits
+_ALIGNED_WORDS = 4  # NCCL sends byte by byte where a message begins between 16-byte words
+_FIRST_BITS = 12  # of an upper half; most gradients need 11
+_MOST_BITS = 15  # beyond, gradients are summed whole
+_RESTS = 100  # sums of such a size, before one is coded again
+_TIMED = 1 << 20  # gradients in the sums that measure the links
+
+
+class CodedSums:
+    """The reduce-scatters of one rank's gradients, coded where that is shorter.
+
+    Args:
+        measures: whether the first sum of each group of replicas measures if coding is faster than
+            sending whole gradients; if not, the group's gradients are not coded.
+    """
+
+    def __init__(self, *, measures: bool) -> None:
+        self._measures = measures
+        self._is_faster: dict[Ranks, bool] = {}  # where it was measured
+        self._rooms: dict[_Key, int] = {}  # words of the code of a shard
+        self._rests: dict[_Key, int] = {}  # how many sums are whole
+        self._started: list[_Sum] = []
+        self._coded_bytes = self._whole_bytes = 0
+
+    def start(
+        self, upstream: Callable[[Any, bool], None], group: Any, force_all_reduce: bool = False
+    ) -> None:
+        """Start the sums of a bucket group of DDP, whose handle has to wait for coded ones too."""
+        self._started = []
+        if self._measures and is_sharded(group) and not force_all_reduce:
+            self._measure(group.buckets[0].grad_data, group_of(group))
+        upstream(group, force_all_reduce)
+        if self._started and group.grad_reduce_handle is not None:
+            group.grad_reduce_handle = _Together([group.grad_reduce_handle, *self._started])
+
+    @torch.no_grad()
+    def reduce_scatter(
+        self,
+        upstream: Scatter,
+        output: torch.Tensor,
+        gradients: torch.Tensor,
+        op: Any,
+        group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> Any:
+        """Sum gradients to shards as ``dist.reduce_scatter_tensor`` does.
+
+        Args:
+            output: ``[num_elements / replicas]``, for the sum of this replica's shard; it may be
+                the shard itself.
+            gradients: ``[num_elements]``, contiguous.
+        """
+        if not self._codes(gradients, op, group):
+            return upstream(output, gradients, op=op, group=group, async_op=async_op)
+        started = _Sum(self, output, gradients, group, self.room(gradients, group))
+        if not async_op:
+            started.wait()
+            return None
+        self._started.append(started)
+        return started
+
+    def room(self, gradients: torch.Tensor, group: dist.ProcessGroup) -> int:
+        """Return the words that the code of a shard may take, the same on all replicas."""
+        values = gradients.numel() // group.size()
+        first = table_words(values) + values * _FIRST_BITS // 32
+        return self._rooms.get(_key(gradients, group), first)
+
+    def share(self, chunk: Any) -> float:
+        """Return which part of a model chunk's gradients the sums of its buckets send."""
+        sent = whole = 0
+        for bucket_group in bucket_groups(chunk):
+            group = group_of(bucket_group)
+            for bucket in bucket_group.buckets:
+                gradients, room = bucket.grad_data, self._rooms.get(_key(bucket.grad_data, group))
+                whole += gradients.nbytes
+                coded = room and _coded_bytes(gradients, group.size(), room)
+                sent += coded or gradients.nbytes
+        return sent / max(1, whole)
+
+    def fits(
+        self,
+        gradients: torch.Tensor,
+        group: dist.ProcessGroup,
+        sizes: list[list[int]],
+        room: int,
+    ) -> bool:
+        """Note what the messages of a sum needed; return whether all of them fit.
+
+        Sums of one size share a room, which shrinks by less than its spare part between two of
+        them.
+
+        Args:
+            sizes: the words that each replica needed towards each.
+            room: the words that each had.
+        """
+        key, most = _key(gradients, group), max(map(max, sizes))
+        self._rooms[key] = max(most + most // 32, room - room // 128)
+        if 32 * most > _MOST_BITS * (gradients.numel() // group.size()):
+            self._rests[key] = _RESTS
+            del self._rooms[key]
+        sent = _coded_bytes(gradients, group.size(), room)
+        self._coded_bytes += sent if most <= room else sent + gradients.nbytes
+        self._whole_bytes += gradients.nbytes
+        return most <= room
+
+    def tell(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Log at the end of a run, unless it failed, what part of the gradients was sent."""
+        failed = kind is not None and issubclass(kind, Exception)
+        if self._whole_bytes and not failed:
+            log_single_rank(
+                logger,
+                logging.INFO,
+                "gradients were summed in %.1f%% of their bytes, padding included",
+                100 * self._coded_bytes / self._whole_bytes,
+            )
+
+    def _codes(self, gradients: torch.Tensor, op: Any, group: dist.ProcessGroup) -> bool:
+        if op != dist.ReduceOp.SUM or not _can_code(gradients, group):
+            return False
+        if self._measures:
+            self._measure(gradients, group)
+        if not self._is_faster.get(ranks_of(group), True):
+            return False
+        key = _key(gradients, group)
+        rests = self._rests.get(key, 0)
+        self._rests[key] = max(0, rests - 1)
+        return rests == 0
+
+    def _measure(self, gradients: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Decide once if coding is faster for some replicas, which decide together.
+
+        It cannot be done while DDP starts several collectives as one.
+        """
+        if ranks_of(group) in self._is_faster or not _can_code(gradients, group):
+            return
+        replicas, device = group.size(), gradients.device
+        shard = gradients.chunk(replicas)[group.rank()]
+        message = torch.empty(shard.numel(), dtype=torch.int32, device=device)
+
+        def coded() -> None:
+            encode_gradients(shard, message)
+            decode_gradients(message, torch.empty_like(shard))
+
+        coding_s = (replicas - 1) * _seconds(coded, device)
+        share = _coded_bytes(gradients, replicas, int(message[1].item())) / gradients.nbytes
+        whole = torch.zeros(min(gradients.numel(), _TIMED), device=device)
+        whole = whole[: whole.numel() // replicas * replicas]
+        sums = torch.empty_like(whole.chunk(replicas)[0])
+        sent = whole[: int(share * sums.numel()) * replicas]
+        received = torch.empty_like(sent)
+        whole_s = _seconds(lambda: dist.reduce_scatter_tensor(sums, whole, group=group), device)
+        sent_s = _seconds(lambda: dist.all_to_all_single(received, sent, group=group), device)
+        saved_s = (whole_s - sent_s) * gradients.nbytes / whole.nbytes
+        is_faster = min(gathered(saved_s - coding_s, group)) > 0
+        self._is_faster[ranks_of(group)] = is_faster
+        log_single_rank(
+            logger,
+            logging.INFO,
+            "--coded-grad-reduce auto: a code saves %.3g s of the first sum of gradients and takes "
+            "%.3g s, so it is %s",
+            *(saved_s, coding_s, "on" if is_faster else "off"),
+        )
+
+
+class _Sum:
+    """The sum of a bucket in flight.
+
+    Attributes:
+        all_to_all_handle: the work of its messages, named as that of Megatron's own all-to-all.
+    """
+
+    def __init__(
+        self,
+        sums: CodedSums,
+        output: torch.Tensor,
+        gradients: torch.Tensor,
+        group: dist.ProcessGroup,
+        room: int,
+    ) -> None:
+        self._sums, self._output, self._group = sums, output, group
+        self._gradients, self._room = gradients, room
+        replicas, here = group.size(), group.rank()
+        words = _message_words(gradients, replicas, room)
+        self._sent = torch.zeros(replicas, words, dtype=torch.int32, device=gradients.device)
+        memory = self._sent.new_empty(replicas * words + SPARE_WORDS)
+        self._received = memory[:-SPARE_WORDS].view(replicas, words)
+        begin = replicas + _lower_words(gradients, replicas)
+        for rank, (shard, message) in enumerate(
+            zip(gradients.chunk(replicas), self._sent, strict=True)
+        ):
+            if rank != here:
+                encode_gradients(shard, message[begin : begin + room])
+                if begin > replicas:
+                    lower = message[replicas:begin].view(torch.int16)
+                    lower.copy_(shard.view(torch.int16)[::2])
+        self._sent[:, :replicas] = self._sent[:, begin + 1]
+        self.all_to_all_handle: Any = dist.all_to_all_single(
+            self._received, self._sent, group=group, async_op=True
+        )
+
+    def get_future(self) -> Any:
+        """Return a future that is done when the messages are there."""
+        return self.all_to_all_handle.get_future()
+
+    def is_completed(self) -> bool:
+        """Return True if the messages are there."""
+        return bool(self.all_to_all_handle.is_completed())
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Wait for the messages, and add them up in the own shard."""
+        self.all_to_all_handle.wait()
+        replicas, here = self._group.size(), self._group.rank()
+        self._received[here] = self._sent[here]
+        sizes = self._received[:, :replicas].tolist()
+        if not self._sums.fits(self._gradients, self._group, sizes, self._room):
+            dist.reduce_scatter_tensor(self._output, self._gradients, group=self._group)
+            return
+        begin = replicas + _lower_words(self._gradients, replicas)
+        total = torch.empty_like(self._output)
+        values = total
+        for later in range(1, replicas):
+            message = self._received[(here + later) % replicas]
+            if begin > replicas:
+                values.view(torch.int16)[::2] = message[replicas:begin].view(torch.int16)
+            decode_gradients(message[begin:], values)
+            if values is not total:
+                total += values
+            else:
+                values = torch.empty_like(total) if replicas > 2 else total
+        torch.add(total, self._gradients.chunk(replicas)[here], out=self._output)
+        del self._sent, self._received
+
+
+class _Together:
+    """The sums of a bucket group: those that DDP has started as one, and coded ones."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self._handles = handles
+        self.works = [*handles[0].works, *(one.all_to_all_handle for one in handles[1:])]
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for handle in self._handles:
+            handle.wait()
+
+
+def _can_code(gradients: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    replicas = group.size()
+    is_even = gradients.numel() % (2 * replicas) == 0  # lower halves fill words
+    return replicas > 1 and gradients.dtype in _DTYPES and is_even
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of the second time; the first may load a library, or connect."""
+    work()
+    passed_s = clock(device)
+    work()
+    return passed_s()
+
+
+def _key(gradients: torch.Tensor, group: dist.ProcessGroup) -> _Key:
+    return ranks_of(group), gradients.numel()
+
+
+def _lower_words(gradients: torch.Tensor, replicas: int) -> int:
+    """Return the words of a shard's lower halves, which are sent as they are."""
+    return gradients.numel() // replicas // 2 if gradients.element_size() == WORD else 0
+
+
+def _message_words(gradients: torch.Tensor, replicas: int, room: int) -> int:
+    """Return the words of a message: all lengths of its sender, lower halves, and the code."""
+    words = replicas + _lower_words(gradients, replicas) + room
+    return words + -words % _ALIGNED_WORDS
+
+
+def _coded_bytes(gradients: torch.Tensor, replicas: int, room: int) -> int:
+    return WORD * replicas * _message_words(gradients, replicas, room)
