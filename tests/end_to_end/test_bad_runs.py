@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.test_equal_to_stock import Row
-from tests.end_to_end.training import train
+from tests.end_to_end.training import train, watch
 from tests.training.test_run_data import write_documents
 
 pytestmark = pytest.mark.gloo
@@ -228,19 +229,15 @@ def _fail_in_fourth_micro_batch(argv: Sequence[str]) -> None:
     """Train, but on rank 1 fail behind the first layer of the second pair's second micro-batch."""
     from megatron.core.transformer import transformer_layer
 
-    layer, count = transformer_layer.TransformerLayer, 0
-    forward = layer.forward
+    calls = count(1)
 
-    def failing_forward(*args: object, **kwargs: object) -> object:
-        nonlocal count
-        result = forward(*args, **kwargs)
-        count += 1
-        if count == 2 * 4 + 2:  # two micro-batches through four layers, and two through the first
+    def fail(*_: object, **__: object) -> None:
+        # Two micro-batches have passed four layers, and two the first.
+        if next(calls) == 2 * 4 + 2:
             raise RuntimeError("out of memory")
-        return result
 
     if os.environ["RANK"] == "1":
-        layer.forward = failing_forward  # type: ignore[method-assign]
+        watch(transformer_layer.TransformerLayer, "forward", after=fail)
     train(argv)
 
 

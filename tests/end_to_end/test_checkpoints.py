@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed import run_distributed
 from tests.end_to_end.test_equal_to_stock import OVERLAP, UNTIED, Row
-from tests.end_to_end.training import Record, differences, merged, train
+from tests.end_to_end.training import Record, differences, merged, since, train
 
 pytestmark = pytest.mark.gloo
 
@@ -18,11 +18,7 @@ STOCK, AIAO = "--schedule stock", "--schedule aiao"
 
 ROWS = (
     Row(segments=2),
-    Row(
-        segments=2,
-        dp=2,
-        flags=f"{OVERLAP} --bf16 --async-save --ckpt-fully-parallel-load",
-    ),
+    Row(segments=2, dp=2, flags=f"{OVERLAP} --bf16 --async-save --ckpt-fully-parallel-load"),
 )
 CASES = (
     (ROWS[0], AIAO, STOCK),
@@ -51,11 +47,6 @@ def check_resumed(
     resumed = run_distributed(train, row.num_ranks, resuming(row, resumes, folder))
     assert len(resumed[0].iterations) == 2
     assert differences(resumed, since(2, whole)) == []
-
-
-def since(iteration: int, whole: Sequence[Record]) -> list[Record]:
-    """Return runs without their first iterations."""
-    return [replace(record, iterations=record.iterations[iteration:]) for record in whole]
 
 
 @pytest.mark.parametrize(("row", "saves", "resumes"), CASES, ids=str)
@@ -96,10 +87,8 @@ def test_fewer_micro_batches_than_ranks_in_segments_go_on_as_stock_would_in_one(
     # not. Other chunks draw other weights, so both start from a checkpoint, and they sum the norm
     # in another order, so it clips nothing; layers are compared by their number in the model.
     row = Row(pp=4, segments=1, m=2, flags=f"{UNTIED} --clip-grad 0 --num-layers 8")
-    saving = row.command(f"{STOCK} --save {tmp_path} --save-interval 2")
-    resuming = replace(row, segments=2).command(f"{AIAO} --load {tmp_path} --ckpt-step 2")
-    whole = run_distributed(train, 4, saving)
-    resumed = run_distributed(train, 4, resuming)
+    whole = run_distributed(train, 4, saving(row, STOCK, tmp_path))
+    resumed = run_distributed(train, 4, resuming(replace(row, segments=2), AIAO, tmp_path))
 
     assert merged(resumed) == merged(since(2, whole))
 
@@ -107,11 +96,8 @@ def test_fewer_micro_batches_than_ranks_in_segments_go_on_as_stock_would_in_one(
 KNOWS_ITS_SIZES = Row(segments=2, word="aiao:wgrad=last@1 --lazy-inter-segment")
 SIZES = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
-    *(
-        "--max-position-embeddings",
-        "--pipeline-model-parallel-size",
-        "--tensor-model-parallel-size",
-    ),
+    *("--max-position-embeddings", "--pipeline-model-parallel-size"),
+    "--tensor-model-parallel-size",
 )
 
 
@@ -127,9 +113,7 @@ def without_sizes(row: Row, folder: Path) -> tuple[str, ...]:
 
 def test_sizes_that_only_the_checkpoint_knows_are_those_of_the_run(tmp_path: Path) -> None:
     row = KNOWS_ITS_SIZES
-    whole = run_distributed(
-        train, 2, row.command(f"{row.ours} --save {tmp_path} --save-interval 2")
-    )
+    whole = run_distributed(train, 2, saving(row, row.ours, tmp_path))
     resumed = run_distributed(train, 2, without_sizes(row, tmp_path))
 
     assert differences(resumed, since(2, whole)) == []

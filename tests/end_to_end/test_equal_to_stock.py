@@ -6,7 +6,7 @@ Unless a row says otherwise its model has a layer for each stage, and four at le
 """
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from megatron.fold3d.runtime.preemption.communicator import extension
 from tests.distributed import run_distributed
 from tests.end_to_end.training import (
     TINY,
+    Record,
     as_known,
     differences,
     marked,
@@ -79,7 +80,7 @@ class Row:
     @property
     def is_late(self) -> bool:
         """Whether a step may wait for the next iteration, which then knows its norm."""
-        return "step=next" in self.word
+        return "step=next" in self.word or self.word == "auto"
 
     @property
     def num_ranks(self) -> int:
@@ -350,13 +351,27 @@ def check(row: Row, folder: Path) -> None:
     plan_file = folder / "plan"
     plan_file.write_text(row.plan)
     ours = row.command(row.ours.replace("PLAN", str(plan_file)))
-    stock = row.command(f"--schedule stock {row.stock}")
+    check_records(row, run_distributed(row.trains, row.num_ranks, ours, folder))
+    assert len(stock_of(row)[0].iterations) >= 3
 
-    record = run_distributed(row.trains, row.num_ranks, ours, folder)
 
-    expected = once(row.reference, row.num_ranks, stock)
-    assert differences(record, as_known(record, expected) if row.is_late else expected) == []
-    assert len(expected[0].iterations) >= 3
+def compared(row: Row, train: Callable[..., tuple[Record, Any]], *args: Any) -> tuple[Any, ...]:
+    """Train and compare as `check`, without a plan; returns what ranks tell beside their record."""
+    found = run_distributed(train, row.num_ranks, row.command(row.ours), *args)
+    records, told = zip(*found, strict=True)
+    check_records(row, records)
+    return told
+
+
+def check_records(row: Row, records: Sequence[Record]) -> None:
+    """Compare what ranks have recorded with what the row's reference records."""
+    stock = stock_of(row)
+    assert differences(records, as_known(records, stock) if row.is_late else stock) == []
+
+
+def stock_of(row: Row) -> list[Record]:
+    """Return what the row's reference records."""
+    return once(row.reference, row.num_ranks, row.command(f"--schedule stock {row.stock}"))
 
 
 def test_another_order_of_backwards_would_be_seen(tmp_path: Path) -> None:
@@ -365,7 +380,6 @@ def test_another_order_of_backwards_would_be_seen(tmp_path: Path) -> None:
     plan_file.write_text("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0\n1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0")
     row = Row()
     ours = run_distributed(train, 2, row.command(f"--schedule plan={plan_file}"))
-    stock = once(train, 2, row.command("--schedule stock"))
-
+    stock = stock_of(row)
     assert ours[1].iterations[0]["lm loss"] == stock[1].iterations[0]["lm loss"]
     assert differences(ours, stock) != []

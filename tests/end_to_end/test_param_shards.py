@@ -6,10 +6,9 @@ gradient that another replica has the sum of.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ from tests.end_to_end.test_equal_to_stock import (
     Row,
     check,
 )
-from tests.end_to_end.training import Record, train, train_as_planned
+from tests.end_to_end.training import Record, train, train_as_planned, watch
 from tests.plans import planned
 
 pytestmark = pytest.mark.gloo
@@ -103,14 +102,12 @@ SAVED = Row(dp=2, segments=3, m=2, flags=f"{OVERLAP} --bf16 --num-layers 6 --asy
 
 def train_poisoned(argv: Sequence[str], traced: Path | None = None) -> Record:
     """Train with storage that is NaN when it is allocated again; see `train_as_planned`."""
-    allocate = ShardBuffers._allocate
 
-    def poisoned(self: ShardBuffers, segment: int) -> None:
-        allocate(self, segment)
-        for buffer in self._buffers(segment):
+    def poison(_: None, buffers: ShardBuffers, segment: int) -> None:
+        for buffer in buffers._buffers(segment):
             buffer.fill_(float("nan"))
 
-    ShardBuffers._allocate = poisoned  # type: ignore[method-assign]
+    watch(ShardBuffers, "_allocate", after=poison)
     return train_as_planned(argv, traced) if traced else train(argv)
 
 
@@ -142,13 +139,9 @@ def count(argv: Sequence[str]) -> Counted:
     counted = Counted()
     make_table = executor._table
 
-    def counting(collective: Callable[..., Any], whole: int) -> Callable[..., Any]:
-        def run(*tensors: torch.Tensor, **kwargs: Any) -> Any:
-            if counted.sent:
-                counted.sent[-1] += tensors[whole].nbytes
-            return collective(*tensors, **kwargs)
-
-        return run
+    def add(whole: torch.Tensor) -> None:
+        if counted.sent:
+            counted.sent[-1] += whole.nbytes
 
     def table(
         features: Sequence[Feature], iteration: Iteration, innermost: Handlers
@@ -181,8 +174,8 @@ def count(argv: Sequence[str]) -> Counted:
         return {op: watched(act) for op, act in of_run.items()}
 
     executor._table = table
-    buffers.dist_all_gather_func = counting(buffers.dist_all_gather_func, 0)
-    buffers.dist_reduce_scatter_func = counting(buffers.dist_reduce_scatter_func, 1)
+    watch(buffers, "dist_all_gather_func", lambda whole, *_, **__: add(whole))
+    watch(buffers, "dist_reduce_scatter_func", lambda _, whole, **__: add(whole))
     train(argv)
     return counted
 
@@ -250,10 +243,7 @@ def test_bytes_are_those_that_the_plan_predicts(
 
 @pytest.mark.parametrize(
     ("saves", "resumes"),
-    [
-        (OURS, STOCK),
-        (STOCK, OURS),
-    ],
+    [(OURS, STOCK), (STOCK, OURS)],
 )
 def test_checkpoints_are_those_of_stock(saves: str, resumes: str, tmp_path: Path) -> None:
     check_resumed(SAVED, saves, resumes, tmp_path, train_poisoned)

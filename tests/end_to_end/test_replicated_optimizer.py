@@ -21,10 +21,7 @@ from tests.end_to_end.test_equal_to_stock import (
     check,
 )
 from tests.end_to_end.test_param_shards import MORE_AND_MORE
-from tests.end_to_end.training import (
-    check_losses,
-    train,
-)
+from tests.end_to_end.training import check_losses, train
 
 pytestmark = pytest.mark.gloo
 
