@@ -9,6 +9,7 @@ import pytest
 
 from megatron.fold3d.cli import _COMMANDS
 from megatron.fold3d.commands.console import suggestion
+from tests.programs import printed, ran
 
 AIAO = "plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
 SIMULATE = "simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
@@ -20,13 +21,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
     """Run a shell line in which ``fold3d`` is the command."""
     script = "import sys; from megatron.fold3d.cli import main; sys.exit(main())"
     function = f'fold3d() {{ {shlex.quote(sys.executable)} -c {shlex.quote(script)} "$@"; }}'
-    return subprocess.run(
-        ["bash", "-c", f"{function}; {line}"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return ran("bash", "-c", f"{function}; {line}")
 
 
 @pytest.mark.parametrize(
@@ -187,10 +182,7 @@ def test_plans_are_verified_without_loading_the_simulator(line: str):
         "import sys\nfrom megatron.fold3d.cli import main\n"
         f"try: main({shlex.split(line)})\nexcept SystemExit: pass\nprint({heavy})"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
-    )
-    assert result.stdout.endswith("set()\n")
+    assert printed(sys.executable, "-c", code).endswith("set()\n")
 
 
 def test_a_word_that_is_nearly_an_option_or_begins_one_gets_a_suggestion():

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -13,10 +12,10 @@ import pytest
 
 from scripts.loaded_lines import called_files
 from tests.distributed import run_distributed
+from tests.programs import ROOT, printed
 
-ROOT = Path(__file__).parents[1]
 FOLD3D = "megatron.fold3d"
-HEAVY = ("torch", "numpy", "megatron.core")
+HEAVY = ("torch", "numpy", "megatron.core", "megatron.training", "fold3d_patches")
 
 # What the files of a room may name in an import, besides the standard library. Rooms stand from
 # the bottom up. The files of `megatron/fold3d` itself are under ".".
@@ -43,43 +42,41 @@ FOREIGN = {
     "predict": ("numpy",),
     "commands": ("matplotlib",),  # an extra, when a picture is asked for
     "training": (
-        "torch",
-        "megatron.core",
-        "megatron.training",
-        "fold3d_patches",
-        "packaging",
-        "tqdm",
+        *("torch", "megatron.core", "megatron.training", "fold3d_patches"),
+        *("packaging", "tqdm"),
     ),
 }
 MAY_NAME = {
     room: (*(f"{FOLD3D}.{name}" for name in (room, *others)), *FOREIGN.get(room, ()))
     for room, others in ROOMS.items()
 }
-# What must not be loaded after all of a room's files are imported, through whomever.
-TRAINING = (f"{FOLD3D}.training", "fold3d_patches", "megatron.training")
-MUST_NOT_LOAD = {
-    "plan": (*HEAVY, *TRAINING, *(f"{FOLD3D}.{room}" for room in ROOMS if room != "plan")),
-    "upstream": (*HEAVY, *TRAINING),
-    "policy": (
-        *(*HEAVY, *TRAINING),
-        *(f"{FOLD3D}.{room}" for room in ("config", "observe", "runtime", "predict", "commands")),
-    ),
-    "config": (
-        *(*HEAVY, *TRAINING),
-        *(f"{FOLD3D}.{room}" for room in ("observe", "runtime", "predict", "commands")),
-    ),
-    "observe": (
-        *(*HEAVY, *TRAINING),
-        *(f"{FOLD3D}.{room}" for room in ("policy", "config", "runtime", "predict", "commands")),
-    ),
-    "runtime": (*TRAINING, f"{FOLD3D}.predict", f"{FOLD3D}.observe.report", f"{FOLD3D}.commands"),
-    "predict": (
-        *("torch", "megatron.core", *TRAINING),
-        *(f"{FOLD3D}.{room}" for room in ("config", "runtime", "commands")),
-    ),
-    "commands": ("torch", "megatron.core", *TRAINING, f"{FOLD3D}.runtime"),
+
+
+def reach(room: str) -> set[str]:
+    """The rooms to which the imports of a room lead."""
+    return {room}.union(*(reach(name.split(".")[0]) for name in ROOMS[room]))
+
+
+# What must not be loaded after all of a room's files are imported, through whomever: rooms that
+# its imports do not lead to, heavy packages but for these, and some more.
+LOADS = {
+    "runtime": ("torch", "numpy", "megatron.core"),
+    "predict": ("numpy",),
+    "commands": ("numpy",),
+    "training": HEAVY,
+}
+LATER = {
+    "runtime": (f"{FOLD3D}.observe.report",),
     "training": ("apex", "transformer_engine", f"{FOLD3D}.observe.report"),
-    ".": (*HEAVY, *TRAINING, f"{FOLD3D}.runtime"),
+    ".": (f"{FOLD3D}.training", f"{FOLD3D}.runtime"),
+}
+MUST_NOT_LOAD = {
+    room: (
+        *(name for name in HEAVY if name not in LOADS.get(room, ())),
+        *(f"{FOLD3D}.{other}" for other in ROOMS if other not in reach(room)),
+        *LATER.get(room, ()),
+    )
+    for room in ROOMS
 }
 FOLDERS = list(ROOMS)
 
@@ -143,16 +140,9 @@ def probed() -> dict[str, dict[str, list[str]]]:
     steps = [[folder, UPSTREAM.get(folder, []), ours[folder]] for folder in (*light, *UPSTREAM)]
     patches = [module(path) for path in sorted((ROOT / "fold3d_patches").rglob("*.py"))]
     steps.append([EVERYTHING, [], [*chain(*ours.values()), *patches]])
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROBE, json.dumps(steps)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    told = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('["')]
-    assert len(told) == len(steps), result.stderr
+    out = printed(sys.executable, "-W", "ignore", "-c", PROBE, json.dumps(steps))
+    told = [json.loads(line) for line in out.splitlines() if line.startswith('["')]
+    assert len(told) == len(steps), out
     return dict(told)
 
 
@@ -252,9 +242,7 @@ for name in sys.argv[1:]:
 @pytest.mark.processes
 def test_each_light_module_imports_on_its_own():
     names = [module(path) for path in files("plan") + files(".")]
-    command = [sys.executable, "-c", EACH, *names, "no_such_module"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "no_such_module\n", done.stderr
+    assert printed(sys.executable, "-c", EACH, *names, "no_such_module") == "no_such_module\n"
 
 
 @pytest.mark.processes
@@ -295,14 +283,8 @@ PASSED = 19
 
 @pytest.mark.processes
 def test_plain_aiao_loads_no_feature_that_is_off_and_fewer_than_half_of_the_lines():
-    told = subprocess.run(
-        [sys.executable, ROOT / "scripts/loaded_lines.py"],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=True,
-    )
-    *modules, total = (line.split() for line in told.stdout.splitlines())
+    told = printed(sys.executable, "scripts/loaded_lines.py")
+    *modules, total = (line.split() for line in told.splitlines())
     assert [name for _, name in modules if is_within(name, OFF)] == []
     assert f"{FOLD3D}.runtime.executor" in [name for _, name in modules]
     assert int(total[0].replace(",", "")) < BEFORE_FEATURES / 2

@@ -1,8 +1,6 @@
 """What `scripts/gpu.sh` trains, run without a GPU: a small model, late device."""
 
-import os
 import shlex
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +10,8 @@ from tests.distributed import run_distributed
 from tests.end_to_end.training import as_known, differences, once, train
 from tests.gpu_path.cases import UNCHECKED
 from tests.gpu_path.late_training import Late, train_late
+from tests.programs import ROOT, printed
 
-ROOT = Path(__file__).parents[2]
 SMALLER = {
     "--num-layers 8": "--num-layers 4",
     "--hidden-size 1024 --num-attention-heads 16": "--hidden-size 32 --num-attention-heads 4",
@@ -43,15 +41,8 @@ def runs() -> list[Run]:
     """Return all runs of ours that the script starts with Megatron's own layers."""
     found: list[Run] = []
     stock = ""
-    done = subprocess.run(
-        [ROOT / "scripts/gpu.sh", "--dry-run", "OUT", "python"],
-        env={**os.environ, "GPUS": "8", "IMPLEMENTATIONS": "local"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    for line in done.stdout.splitlines():
+    script = (ROOT / "scripts/gpu.sh", "--dry-run", "OUT", "python")
+    for line in printed(*script, GPUS="8", IMPLEMENTATIONS="local").splitlines():
         command, _, flags = line.partition(" pretrain_gpt.py ")
         if not flags:
             continue

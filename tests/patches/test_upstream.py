@@ -3,7 +3,6 @@
 import functools
 import inspect
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -50,6 +49,7 @@ from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGra
 from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
 from megatron.fold3d.upstream import versions
 from tests.configs import CONFIG
+from tests.programs import printed
 
 DUE = DueSteps(CONFIG)
 TRACED = replace(CONFIG, trace=Path("trace"))
@@ -85,7 +85,6 @@ PATCHES = (
     *(parsed_once.patches() if versions.pretrain_parses_flags() else ()),
     *(finished_sums.patches() if versions.sums_are_awaited_once() else ()),
 )
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -143,6 +142,5 @@ for name in ("launch", "gpt"):
     import_module("megatron.fold3d.training." + name)
 print(json.dumps([t for t, b in zip(targets, before) if id(symbol(t)) != b]))
 """
-    run = [sys.executable, "-W", "ignore", "-c", script]
-    found = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=250, check=True)
-    assert json.loads(found.stdout.splitlines()[-1]) == []
+    found = printed(sys.executable, "-W", "ignore", "-c", script)
+    assert json.loads(found.splitlines()[-1]) == []
