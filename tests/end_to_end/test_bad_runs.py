@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -97,13 +98,9 @@ def test_a_plan_that_cannot_run_is_refused_before_training(
 
 def test_missing_data_is_refused() -> None:
     argv = [word for word in ROW.command(AIAO) if word != "--mock-data"]
-    codes, said = zip(
-        *run_distributed(_refusal_and_log, 2, [*argv, "--data-path", "1.0", "/nowhere/corpus"]),
-        strict=True,
-    )
-    assert codes == (2, 2)
-    assert "no data at /nowhere/corpus: --data-path takes" in said[0]
-    assert "arguments ---" not in said[0]  # before Megatron prints its eight hundred
+    said = said_by_refused(_refusal_and_log, [*argv, "--data-path", "1.0", "/nowhere/corpus"])
+    assert "no data at /nowhere/corpus: --data-path takes" in said
+    assert "arguments ---" not in said  # before Megatron prints its eight hundred
 
 
 def _refusal_and_log(argv: Sequence[str]) -> tuple[int, str]:
@@ -116,9 +113,8 @@ def test_a_missing_package_is_named_before_training() -> None:
     argv = Row(pp=1, dp=2).command(
         "--schedule stock --use-distributed-optimizer --num-distributed-optimizer-instances 2"
     )
-    codes, said = zip(*run_distributed(_refusal_without_einops, 2, argv), strict=True)
-    assert codes == (2, 2)
-    _check_message(said[0], "--num-distributed-optimizer-instances 2: .*pip install einops")
+    said = said_by_refused(_refusal_without_einops, argv)
+    _check_message(said, "--num-distributed-optimizer-instances 2: .*pip install einops")
 
 
 def _refusal_without_einops(argv: Sequence[str]) -> tuple[int, str]:
@@ -159,9 +155,14 @@ def test_a_part_of_the_data_without_a_document_is_refused(tmp_path: Path) -> Non
 
 
 def _refused(argv: Sequence[str], reason: str) -> None:
-    codes, said = zip(*run_distributed(_refusal, 2, argv), strict=True)
-    assert codes == (2, 2)
-    _check_message(said[0], reason)
+    _check_message(said_by_refused(_refusal, argv), reason)
+
+
+def said_by_refused(run: Callable[..., tuple[int, str]], *args: Any) -> str:
+    """Run what two ranks refuse, each with exit code 2; returns what the first says."""
+    (code, said), (other, _) = run_distributed(run, 2, *args)
+    assert (code, other) == (2, 2)
+    return said
 
 
 def _refusal(argv: Sequence[str]) -> tuple[int, str]:

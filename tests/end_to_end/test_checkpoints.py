@@ -1,6 +1,5 @@
 """A checkpoint is a state of training, whichever schedule wrote it or goes on from it."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,22 +7,41 @@ import pytest
 import torch
 
 from tests.distributed import run_distributed
-from tests.end_to_end.test_equal_to_stock import OVERLAP, UNTIED, Row
-from tests.end_to_end.training import Record, differences, merged, since, train
+from tests.end_to_end.test_equal_to_stock import OVERLAP, UNTIED, ZERO, Row
+from tests.end_to_end.test_param_shards import train_poisoned
+from tests.end_to_end.training import differences, merged, since, train
 
 pytestmark = pytest.mark.gloo
 
 STOCK, AIAO = "--schedule stock", "--schedule aiao"
 
 
+DELTA = "--delta-param-gather on"
 ROWS = (
     Row(segments=2),
     Row(segments=2, dp=2, flags=f"{OVERLAP} --bf16 --async-save --ckpt-fully-parallel-load"),
 )
+# Freed parameters and gradients are unusable.
+IN_SHARDS = Row(
+    segments=3,
+    dp=2,
+    m=2,
+    flags=f"{OVERLAP} --bf16 --num-layers 6 --async-save",
+    reference=train_poisoned,
+)
+ALONE = Row(pp=1, dp=2, m=2, flags=f"{OVERLAP} --bf16")
+CODED = Row(segments=2, dp=2, flags=f"{OVERLAP} --bf16")
+SHARDS = f"{AIAO} --shard-segments gradients"
+REPLICATED = "--schedule 1f1b:optimizer=replicated@0"
 CASES = (
     (ROWS[0], AIAO, STOCK),
     *((ROWS[1], *pair) for pair in ((AIAO, STOCK), (STOCK, AIAO))),
     (Row(segments=2, flags="--ckpt-format torch"), AIAO, STOCK),
+    (Row(flags=ZERO), STOCK, STOCK),  # in 32 bits, on CPUs
+    *((IN_SHARDS, *pair) for pair in ((SHARDS, STOCK), (STOCK, SHARDS))),
+    *((ALONE, *pair) for pair in ((REPLICATED, STOCK), (STOCK, REPLICATED))),
+    (CODED, STOCK, f"{AIAO} {DELTA}"),
+    (CODED, f"{AIAO} {DELTA}", f"{STOCK} {DELTA}"),
 )
 
 
@@ -35,25 +53,15 @@ def resuming(row: Row, schedule: str, folder: Path) -> tuple[str, ...]:
     return row.command(f"{schedule} --load {folder} --ckpt-step 2")
 
 
-def check_resumed(
-    row: Row,
-    saves: str,
-    resumes: str,
-    folder: Path,
-    train: Callable[[Sequence[str]], Record] = train,
-) -> None:
-    """Train and save after two of four iterations, and go on from there in another run."""
-    whole = run_distributed(train, row.num_ranks, saving(row, saves, folder))
-    resumed = run_distributed(train, row.num_ranks, resuming(row, resumes, folder))
-    assert len(resumed[0].iterations) == 2
-    assert differences(resumed, since(2, whole)) == []
-
-
 @pytest.mark.parametrize(("row", "saves", "resumes"), CASES, ids=str)
 def test_a_resumed_run_ends_as_the_uninterrupted_one(
     row: Row, saves: str, resumes: str, tmp_path: Path
 ) -> None:
-    check_resumed(row, saves, resumes, tmp_path)
+    """One saves after two of four iterations, and another goes on from there."""
+    whole = run_distributed(row.reference, row.num_ranks, saving(row, saves, tmp_path))
+    resumed = run_distributed(row.reference, row.num_ranks, resuming(row, resumes, tmp_path))
+    assert len(resumed[0].iterations) == 2
+    assert differences(resumed, since(2, whole)) == []
 
 
 # Where they are aligned, stock reduces all segments but the last into shards, and saves those.

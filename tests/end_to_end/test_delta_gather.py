@@ -10,7 +10,7 @@ import torch
 
 from megatron.fold3d.observe.trace_files import RankTrace
 from tests.distributed import run_distributed
-from tests.end_to_end.test_checkpoints import check_resumed, resuming, saving
+from tests.end_to_end.test_checkpoints import resuming, saving
 from tests.end_to_end.test_equal_to_stock import (
     BUCKETS,
     EP,
@@ -49,7 +49,6 @@ _ROWS = (
 )
 ROWS = tuple(replace(row, word=f"{row.word} {CODED}") for row in _ROWS)
 SAVED = Row(dp=2, segments=2, flags=BF16)
-RESUMED = ((STOCK, f"--schedule aiao {CODED}"), (f"--schedule aiao {CODED}", f"{STOCK} {CODED}"))
 
 
 def coded(argv: Sequence[str]) -> tuple[Record, list[str]]:
@@ -62,13 +61,6 @@ def coded(argv: Sequence[str]) -> tuple[Record, list[str]]:
 def test_what_is_trained_is_what_stock_trains(row: Row) -> None:
     said, *_ = compared(row, coded)
     assert any(line.startswith(GATHERED) for line in said), said
-
-
-@pytest.mark.parametrize(("saves", "resumes"), RESUMED)
-def test_a_resumed_run_goes_on_as_if_uninterrupted(
-    saves: str, resumes: str, tmp_path: Path
-) -> None:
-    check_resumed(SAVED, saves, resumes, tmp_path)
 
 
 def test_a_run_that_loads_no_optimizer_is_stocks(tmp_path: Path) -> None:

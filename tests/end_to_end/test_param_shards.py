@@ -21,7 +21,6 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.shard_buffers import ShardBuffers
 from tests.distributed import run_distributed
-from tests.end_to_end.test_checkpoints import check_resumed
 from tests.end_to_end.test_equal_to_stock import (
     BUCKETS,
     DROPOUT,
@@ -43,8 +42,6 @@ MORE_AND_MORE = (  # 2, 4 and 4 micro-batches
     "--step-batch-size-schedule '0:4 64:8' --train-samples 20 --lr-decay-samples 40 "
     "--eval-global-batch-size 4"
 )
-STOCK = "--schedule stock"
-AIAO = "--schedule aiao --shard-segments weights"
 OF_GRADIENTS = "--shard-segments gradients"
 GRADIENTS = f"aiao {OF_GRADIENTS}"
 
@@ -94,10 +91,6 @@ ROWS = (
     Row(f"aiao:step=next:share=1 {OF_GRADIENTS}", f"{OVERLAP} {MORE_AND_MORE}", dp=2, segments=4),
     Row(f"{GRADIENTS} --preemptive-comm", OVERLAP, dp=2, segments=4, m=3, stock=ONE_GROUP),
 )
-
-
-OURS = f"--schedule {GRADIENTS}"
-SAVED = Row(dp=2, segments=3, m=2, flags=f"{OVERLAP} --bf16 --num-layers 6 --async-save")
 
 
 def train_poisoned(argv: Sequence[str], traced: Path | None = None) -> Record:
@@ -239,11 +232,3 @@ def test_bytes_are_those_that_the_plan_predicts(
         events = {e.name for e in trace.iterations[0].events if e.kind == "param_gather"}
         gathers = {str(a) for a in plan.programs[trace.pp_rank] if a.op in GATHER_OPS}
         assert events == gathers
-
-
-@pytest.mark.parametrize(
-    ("saves", "resumes"),
-    [(OURS, STOCK), (STOCK, OURS)],
-)
-def test_checkpoints_are_those_of_stock(saves: str, resumes: str, tmp_path: Path) -> None:
-    check_resumed(SAVED, saves, resumes, tmp_path, train_poisoned)
