@@ -53,7 +53,6 @@ class Row(equal_to_stock.Row):
     clip: float = 0
     whole: int = 0
     skipped: int = 0
-    segments: int = 2
     dp: int = 2
 
     def command(self, scheduled: str) -> tuple[str, ...]:

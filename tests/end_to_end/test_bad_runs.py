@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gloo
 ROOT = Path(__file__).parents[2]
 ABSENT = ROOT / "tests/absent"  # packages that a job may lack, and starts faster without
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-ROW = Row(segments=2)
+ROW = Row()
 AIAO = "--schedule aiao"
 MARK = "FOLD3D_TEST_JOB"  # in the environment of all processes that a job starts
 _marks: dict[int, str] = {}  # by the launcher's process id
@@ -93,7 +93,7 @@ def test_a_plan_that_cannot_run_is_refused_before_training(
 ) -> None:
     plan_file = tmp_path / "plan.txt"
     plan_file.write_text(plan)
-    _refused(Row(m=2).command(f"--schedule plan={plan_file}"), reason)
+    _refused(Row(m=2, segments=1).command(f"--schedule plan={plan_file}"), reason)
 
 
 def test_missing_data_is_refused() -> None:
@@ -110,7 +110,7 @@ def _refusal_and_log(argv: Sequence[str]) -> tuple[int, str]:
 
 
 def test_a_missing_package_is_named_before_training() -> None:
-    argv = Row(pp=1, dp=2).command(
+    argv = Row(pp=1, dp=2, segments=1).command(
         "--schedule stock --use-distributed-optimizer --num-distributed-optimizer-instances 2"
     )
     said = said_by_refused(_refusal_without_einops, argv)
@@ -127,13 +127,16 @@ def _refusal_without_einops(argv: Sequence[str]) -> tuple[int, str]:
 
 def test_what_megatron_says_of_its_optimizers_flags_is_a_refusal() -> None:
     """It looks at them when it is about to train."""
-    _refused(Row().command(f"{AIAO} --exp-avg-dtype bf16"), "exp_avg_dtype can only be fp32 when")
+    _refused(
+        Row(segments=1).command(f"{AIAO} --exp-avg-dtype bf16"),
+        "exp_avg_dtype can only be fp32 when",
+    )
 
 
 def test_groups_of_ours_take_the_timeout_that_megatron_changes_to() -> None:
     """Transfers and DP.sync have groups of their own, which Megatron does not make."""
     ours = "--schedule aiao:step=next --overlap-grad-reduce --lazy-inter-segment"
-    argv = Row(segments=2, dp=2).command(f"{ours} --distributed-timeout-seconds-after-init 1000")
+    argv = Row(dp=2).command(f"{ours} --distributed-timeout-seconds-after-init 1000")
     assert set().union(*run_distributed(_timeouts_s, 4, argv)) == {1000.0}
 
 
@@ -215,7 +218,7 @@ def test_a_killed_rank_ends_the_job_and_all_its_processes(tmp_path: Path) -> Non
     assert re.search(r"Root Cause.*exitcode *: -9", output, re.DOTALL), output
 
 
-PAIRED = Row(pp=1, tp=2)
+PAIRED = Row(pp=1, tp=2, segments=1)
 PAIRS = "--schedule afab:pairs=on"
 
 

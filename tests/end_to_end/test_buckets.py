@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gloo
 
 
 def test_hooks_start_every_bucket_on_every_rank_and_segment() -> None:
-    row = Row(segments=2, dp=2, flags=f"--overlap-grad-reduce {BUCKETS} --num-layers 8")
+    row = Row(dp=2, flags=f"--overlap-grad-reduce {BUCKETS} --num-layers 8")
     for started in run_distributed(buckets_that_hooks_started, 4, row.command(row.ours)):
         counted, *hooked = started
         # Two layers of 12 thousand parameters, and at either end some thousand of embeddings.

@@ -18,8 +18,8 @@ STOCK, AIAO = "--schedule stock", "--schedule aiao"
 
 DELTA = "--delta-param-gather on"
 ROWS = (
-    Row(segments=2),
-    Row(segments=2, dp=2, flags=f"{OVERLAP} --bf16 --async-save --ckpt-fully-parallel-load"),
+    Row(),
+    Row(dp=2, flags=f"{OVERLAP} --bf16 --async-save --ckpt-fully-parallel-load"),
 )
 # Freed parameters and gradients are unusable.
 IN_SHARDS = Row(
@@ -29,15 +29,15 @@ IN_SHARDS = Row(
     flags=f"{OVERLAP} --bf16 --num-layers 6 --async-save",
     reference=train_poisoned,
 )
-ALONE = Row(pp=1, dp=2, m=2, flags=f"{OVERLAP} --bf16")
-CODED = Row(segments=2, dp=2, flags=f"{OVERLAP} --bf16")
+ALONE = Row(pp=1, dp=2, m=2, flags=f"{OVERLAP} --bf16", segments=1)
+CODED = Row(dp=2, flags=f"{OVERLAP} --bf16")
 SHARDS = f"{AIAO} --shard-segments gradients"
 REPLICATED = "--schedule 1f1b:optimizer=replicated@0"
 CASES = (
     (ROWS[0], AIAO, STOCK),
     *((ROWS[1], *pair) for pair in ((AIAO, STOCK), (STOCK, AIAO))),
-    (Row(segments=2, flags="--ckpt-format torch"), AIAO, STOCK),
-    (Row(flags=ZERO), STOCK, STOCK),  # in 32 bits, on CPUs
+    (Row(flags="--ckpt-format torch"), AIAO, STOCK),
+    (Row(flags=ZERO, segments=1), STOCK, STOCK),  # in 32 bits, on CPUs
     *((IN_SHARDS, *pair) for pair in ((SHARDS, STOCK), (STOCK, SHARDS))),
     *((ALONE, *pair) for pair in ((REPLICATED, STOCK), (STOCK, REPLICATED))),
     (CODED, STOCK, f"{AIAO} {DELTA}"),
@@ -65,9 +65,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(
 
 
 # Where they are aligned, stock reduces all segments but the last into shards, and saves those.
-SAVES_GRADIENTS = Row(
-    segments=2, dp=2, m=2, flags=f"{OVERLAP} --no-align-grad-reduce --save-wgrads-interval 2"
-)
+SAVES_GRADIENTS = Row(dp=2, m=2, flags=f"{OVERLAP} --no-align-grad-reduce --save-wgrads-interval 2")
 
 
 def test_saved_weight_gradients_are_those_of_stock(tmp_path: Path) -> None:
@@ -101,7 +99,7 @@ def test_fewer_micro_batches_than_ranks_in_segments_go_on_as_stock_would_in_one(
     assert merged(resumed) == merged(since(2, whole))
 
 
-KNOWS_ITS_SIZES = Row(segments=2, word="aiao:wgrad=last@1 --lazy-inter-segment")
+KNOWS_ITS_SIZES = Row(word="aiao:wgrad=last@1 --lazy-inter-segment")
 SIZES = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
     *("--max-position-embeddings", "--pipeline-model-parallel-size"),

@@ -33,22 +33,28 @@ GATHERED = "parameters were gathered in "  # so many of 16 bits
 
 CODED = "--delta-param-gather on"
 _ROWS = (
-    Row("stock", BF16, dp=2),
-    Row("stock", f"{IN_BF16} {BUCKETS}", dp=2, segments=2),
-    Row("aiao", BF16, dp=2, segments=2),
-    Row("aiao:wgrad=behind@0:optimizer=replicated@1", f"{BF16} {UNTIED}", dp=2, segments=2),
-    Row("aiao:slices=on", IN_BF16, dp=2, segments=2, repeats=True),
-    Row("aiao --preemptive-comm", BF16, dp=2, segments=2, repeats=True),
-    Row("1f1b", BF16, pp=1, dp=3),
-    Row("1f1b", f"{BF16} --sequence-parallel", pp=1, tp=2, dp=2, repeats=True),
-    Row("stock", BF16, pp=1, cp=2, dp=2, repeats=True),
-    Row("stock", f"{ZERO} --bf16", dp=2),
-    Row("1f1b", f"{BF16} {EXPERTS} --moe-token-dispatcher-type alltoall {EP}", pp=1, dp=4),
-    Row("aiao", f"{OVERLAP} {FP16}", dp=2),
-    Row("stock", f"{BF16} --num-distributed-optimizer-instances 2", pp=1, dp=4),
+    Row("stock", BF16, dp=2, segments=1),
+    Row("stock", f"{IN_BF16} {BUCKETS}", dp=2),
+    Row("aiao", BF16, dp=2),
+    Row("aiao:wgrad=behind@0:optimizer=replicated@1", f"{BF16} {UNTIED}", dp=2),
+    Row("aiao:slices=on", IN_BF16, dp=2, repeats=True),
+    Row("aiao --preemptive-comm", BF16, dp=2, repeats=True),
+    Row("1f1b", BF16, pp=1, dp=3, segments=1),
+    Row("1f1b", f"{BF16} --sequence-parallel", pp=1, tp=2, dp=2, repeats=True, segments=1),
+    Row("stock", BF16, pp=1, cp=2, dp=2, repeats=True, segments=1),
+    Row("stock", f"{ZERO} --bf16", dp=2, segments=1),
+    Row(
+        "1f1b",
+        f"{BF16} {EXPERTS} --moe-token-dispatcher-type alltoall {EP}",
+        pp=1,
+        dp=4,
+        segments=1,
+    ),
+    Row("aiao", f"{OVERLAP} {FP16}", dp=2, segments=1),
+    Row("stock", f"{BF16} --num-distributed-optimizer-instances 2", pp=1, dp=4, segments=1),
 )
 ROWS = tuple(replace(row, word=f"{row.word} {CODED}") for row in _ROWS)
-SAVED = Row(dp=2, segments=2, flags=BF16)
+SAVED = Row(dp=2, flags=BF16)
 
 
 def coded(argv: Sequence[str]) -> tuple[Record, list[str]]:
@@ -101,7 +107,7 @@ def drifted(argv: Sequence[str], rank: int, own: bool) -> tuple[Record, list[str
     return coded(argv)
 
 
-THREE = Row(pp=1, dp=3, flags=BF16, word=f"stock {CODED}")
+THREE = Row(pp=1, dp=3, flags=BF16, word=f"stock {CODED}", segments=1)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +138,6 @@ def test_messages_of_all_replicas_begin_where_nccl_copies_16_bytes_at_once() -> 
 
 
 def test_auto_says_what_it_measured() -> None:
-    auto = Row(dp=2, flags=BF16).command("--schedule aiao --delta-param-gather auto")
+    auto = Row(dp=2, flags=BF16, segments=1).command("--schedule aiao --delta-param-gather auto")
     (_, said), *_ = run_distributed(coded, 4, auto)
     assert said[0].startswith("--delta-param-gather auto: ")

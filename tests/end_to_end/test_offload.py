@@ -36,7 +36,7 @@ RAMP_UP = (
 )
 
 # Recomputation is of ours alone: it gives stock's bits, as `test_equal_to_stock` shows.
-ROW = Row(f"aiao {ON}", TWO_LAYERS, segments=2, m=6)
+ROW = Row(f"aiao {ON}", TWO_LAYERS, m=6)
 DEEP = Row(f"aiao {FULL_UNIFORM} {ON} {LAZY}", f"{TWO_LAYERS} --bf16", segments=4)
 ROWS = (
     ROW,
@@ -44,7 +44,7 @@ ROWS = (
     replace(ROW, word=f"aiao {FULL_UNIFORM} {AUTO}"),
     replace(ROW, word=f"aiao {LAZY}"),
     DEEP,
-    Row(f"aiao {SELECTIVE} {ON} {LAZY}", f"{TWO_LAYERS} --sequence-parallel", segments=2, tp=2),
+    Row(f"aiao {SELECTIVE} {ON} {LAZY}", f"{TWO_LAYERS} --sequence-parallel", tp=2),
     replace(ROW, word=f"aiao {ON} {LAZY}", flags=f"{TWO_LAYERS} {RAMP_UP}"),
     replace(
         ROW,

@@ -39,7 +39,7 @@ def trained(argv: Sequence[str], _: Path | None = None) -> Record:
         return _trained(argv)
 
 
-ROW = Row(AIAO, AUX, segments=2, dp=2, trains=trained, reference=trained)
+ROW = Row(AIAO, AUX, dp=2, trains=trained, reference=trained)
 ROWS = (
     replace(ROW, word=f"interleaved{PAIRS}", flags=BIAS),
     replace(

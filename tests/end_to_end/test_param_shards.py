@@ -73,14 +73,9 @@ ROWS = (
         pp=1,
         m=2,
         plan=FREED_EARLY,
+        segments=1,
     ),
-    Row(
-        "interleaved --shard-segments weights --offload-activations on",
-        OVERLAP,
-        dp=2,
-        segments=2,
-        m=2,
-    ),
+    Row("interleaved --shard-segments weights --offload-activations on", OVERLAP, dp=2, m=2),
     Row(GRADIENTS, f"{OVERLAP} {EXPERTS}", dp=2, segments=4, m=2, stock=ONE_GROUP),
     Row(
         f"{GRADIENTS} --offload-activations on",

@@ -44,12 +44,14 @@ ROWS = (
         tp=2,
         dp=2,
         m=2,
+        segments=1,
     ),
     Row(
         REPLICATED,
         f"{OVERLAP} {EXPERTS} {MORE_AND_MORE} --calculate-per-token-loss --no-align-param-gather",
         pp=1,
         dp=2,
+        segments=1,
     ),
     Row(
         REPLICATED,
@@ -57,6 +59,7 @@ ROWS = (
         pp=1,
         tp=2,
         m=2,
+        segments=1,
     ),
     Row(
         "aiao:optimizer=replicated@0,2",
@@ -78,5 +81,5 @@ def test_four_replicas_differ_from_stock_by_rounding() -> None:
     # An all-reduce adds up an element's terms in another order than a reduce-scatter. With so large
     # an epsilon, Adam does not divide what that changes by gradients near zero.
     flags = f"{OVERLAP} --adam-eps 1 --lr 0.1 --clip-grad 0.5"
-    row = Row(REPLICATED, flags, pp=1, dp=4, m=2)
+    row = Row(REPLICATED, flags, pp=1, dp=4, m=2, segments=1)
     check_losses(run_distributed(train, 4, row.command(row.ours)), stock_of(row))

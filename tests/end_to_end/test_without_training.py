@@ -12,16 +12,15 @@ from tests.end_to_end.training import train
 pytestmark = pytest.mark.gloo
 
 TO_HOST = "--offload-activations on --lazy-inter-segment"
-OFFLOADED = Row(f"aiao {TO_HOST}", f"{FULL} uniform", segments=2)
-PREEMPTED = Row("1f1b --preemptive-comm", OVERLAP, pp=1, dp=2)
+OFFLOADED = Row(f"aiao {TO_HOST}", f"{FULL} uniform")
+PREEMPTED = Row("1f1b --preemptive-comm", OVERLAP, pp=1, dp=2, segments=1)
 EVERYTHING = Row(
     "aiao:step=next:wgrad=last@1:share=0.5 --preemptive-comm --lazy-inter-segment --trace TRACE",
     f"{FULL} uniform --overlap-grad-reduce",
-    segments=2,
     dp=2,
 )
-SHARDED = Row("aiao", OVERLAP, segments=2)
-PLAIN = Row(segments=2)
+SHARDED = Row("aiao", OVERLAP)
+PLAIN = Row()
 ROWS = (PLAIN, PREEMPTED, OFFLOADED, SHARDED, EVERYTHING)
 
 
@@ -49,5 +48,7 @@ def test_a_finished_run_is_evaluated_again(row: Row, tmp_path: Path, finished: P
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the checkpoint of a run that has come to its end."""
     path = tmp_path_factory.mktemp("finished")
-    run_distributed(train, 2, Row().command(f"--schedule stock --save {path} --save-interval 4"))
+    run_distributed(
+        train, 2, Row(segments=1).command(f"--schedule stock --save {path} --save-interval 4")
+    )
     return path
