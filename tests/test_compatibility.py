@@ -55,14 +55,12 @@ def comparisons() -> Iterator[tuple[str, Sequence[str]]]:
         for row in table.ROWS:
             traced = ["--trace", "folder"] if table in CHECKED else []
             yield f"{name}: {row}", [*row.command(row.ours), *traced]
-    folder = Path("folder")
-    for row, saves, resumes in test_checkpoints.CASES:
-        yield f"test_checkpoints.py: {row}", test_checkpoints.saving(row, saves, folder)
-        yield f"test_checkpoints.py: {row}", test_checkpoints.resuming(row, resumes, folder)
-    row = test_checkpoints.SAVES_GRADIENTS
-    saving = test_checkpoints.saving(row, test_checkpoints.AIAO, folder)
-    yield f"test_checkpoints.py: {row}", saving
-    knows = test_checkpoints.KNOWS_ITS_SIZES
+    folder, saving = Path("folder"), test_checkpoints.saving
+    gradients, knows = test_checkpoints.SAVES_GRADIENTS, test_checkpoints.KNOWS_ITS_SIZES
+    for row, saves, resumes in (*test_checkpoints.CASES, (gradients, test_checkpoints.AIAO, "")):
+        yield f"test_checkpoints.py: {row}", saving(row, saves, folder)
+        if resumes:
+            yield f"test_checkpoints.py: {row}", test_checkpoints.resuming(row, resumes, folder)
     yield f"test_checkpoints.py: {knows}", test_checkpoints.without_sizes(knows, folder)
     for row in test_without_training.ROWS:
         yield f"test_without_training.py: {row}", row.command(f"{row.ours} --skip-train")

@@ -282,10 +282,7 @@ def test_the_rules_of_import_are_those_that_are_tested():
     (section,) = re.findall(r"^### Who imports whom\n(.*?)^##", text, re.M | re.S)
     rows = re.findall(r"^\| `([\w.]+)` \| (.*) \| (.*) \|$", section, re.M)
     documented = {
-        room: (
-            tuple(re.findall(r"`([\w.]+)`", inside)),
-            tuple(re.findall(r"[\w.]+", outside)),
-        )
+        room: (tuple(re.findall(r"`([\w.]+)`", inside)), tuple(re.findall(r"[\w.]+", outside)))
         for room, inside, outside in rows
     }
     assert documented == {room: (names, FOREIGN.get(room, ())) for room, names in ROOMS.items()}

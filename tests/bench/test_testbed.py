@@ -102,8 +102,7 @@ def start_tool(logs):
 
 
 @pytest.mark.parametrize(
-    ("text", "rate"),
-    [("200mbit", 2e8), ("2.5gbit", 2.5e9), ("800kbit", 8e5), ("unshaped", None)],
+    ("text", "rate"), [("200mbit", 2e8), ("2.5gbit", 2.5e9), ("800kbit", 8e5), ("unshaped", None)]
 )
 def test_a_rate_is_read(text, rate):
     assert parse_rate(text) == rate

@@ -17,10 +17,7 @@ STOCK, AIAO = "--schedule stock", "--schedule aiao"
 
 
 DELTA = "--delta-param-gather on"
-ROWS = (
-    Row(),
-    Row(dp=2, flags=f"{OVERLAP} --bf16 --async-save --ckpt-fully-parallel-load"),
-)
+ROWS = (Row(), Row(dp=2, flags=f"{OVERLAP} --bf16 --async-save --ckpt-fully-parallel-load"))
 # Freed parameters and gradients are unusable.
 IN_SHARDS = Row(
     segments=3,

@@ -13,14 +13,7 @@ from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.passes.transfers import RECEIVES_AHEAD
 from megatron.fold3d.plan.schedules import build
 from tests.distributed import RankError, run_distributed
-from tests.end_to_end.test_equal_to_stock import (
-    EXPERTS,
-    FULL,
-    SELECTIVE,
-    TWO_LAYERS,
-    Row,
-    compared,
-)
+from tests.end_to_end.test_equal_to_stock import EXPERTS, FULL, SELECTIVE, TWO_LAYERS, Row, compared
 from tests.end_to_end.training import Record, train, watch
 
 pytestmark = pytest.mark.gloo

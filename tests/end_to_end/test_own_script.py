@@ -27,9 +27,7 @@ PAGE = ROOT / "docs/quickstart.md"
 SCRIPT = Path(__file__).with_name("own_script.py")
 DEVICE, OURS = "--device cpu", "--schedule aiao --segments 2"
 (COMMAND,) = re.findall(
-    r"^torchrun --nproc-per-node 2 own_script.py (.*)$",
-    PAGE.read_text().replace("\\\n", " "),
-    re.M,
+    r"^torchrun --nproc-per-node 2 own_script.py (.*)$", PAGE.read_text().replace("\\\n", " "), re.M
 )
 FLAGS = shlex.join(shlex.split(COMMAND)).replace(OURS, "")
 UNTOUCHED = f"{FLAGS.replace(DEVICE, '')} --num-virtual-stages-per-pipeline-rank 2".split()

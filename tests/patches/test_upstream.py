@@ -63,10 +63,7 @@ PATCHES = (
     *script_settings.patches(),
     *due_steps.patches(DUE),
     optimizer_step.patch(
-        DUE,
-        NO_METRICS,
-        ReplicatedSegments(),
-        AutoSchedule(CONFIG, measured_search),
+        DUE, NO_METRICS, ReplicatedSegments(), AutoSchedule(CONFIG, measured_search)
     ),
     embedding_grads.patch(),
     *gradient_buckets.patches(),

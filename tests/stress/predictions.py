@@ -111,11 +111,7 @@ def draw(dice: random.Random) -> Job:
 
 
 def _word(
-    order: str,
-    sizes: tuple[int, int, int],
-    sharded: bool,
-    recomputes: bool,
-    dice: random.Random,
+    order: str, sizes: tuple[int, int, int], sharded: bool, recomputes: bool, dice: random.Random
 ) -> tuple[Word, bool]:
     """Return a word, and whether segments are sharded; sizes are ranks, segments and replicas."""
     ranks, segments, replicas = sizes
