@@ -3,7 +3,7 @@
 import ast
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
@@ -146,14 +146,14 @@ def probed() -> dict[str, dict[str, list[str]]]:
     return dict(told)
 
 
-def imports(path: Path) -> Iterator[str]:
-    """The modules that a file names, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(tree: ast.AST) -> Iterator[tuple[str, ...]]:
+    """The modules that a file names, also inside functions, each with a name from it if any."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name,) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import hides where it leads"
-            yield node.module or ""
+            assert node.level == 0, f"from {node.module}: a relative import hides where it leads"
+            yield from ((node.module or "", alias.name) for alias in node.names)
 
 
 def is_within(name: str, packages: tuple[str, ...]) -> bool:
@@ -165,7 +165,7 @@ def test_a_file_names_only_what_its_folder_may(folder: str):
     foreign = {
         f"{path.relative_to(ROOT)} imports {name}"
         for path in files(folder)
-        for name in imports(path)
+        for name, *_ in imports(ast.parse(path.read_text()))
         if name.split(".")[0] not in sys.stdlib_module_names
         and not is_within(name, MAY_NAME[folder])
     }
@@ -182,12 +182,8 @@ def test_no_files_import_each_other_in_a_circle():
     paths = {module(path): path for path in everything}
 
     def needs(path: Path) -> Iterator[str]:
-        for node in ast.walk(NotForTypes().visit(ast.parse(path.read_text()))):
-            if isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                named = [f"{node.module}.{alias.name}" for alias in node.names]
-                yield from (name if name in paths else str(node.module) for name in named)
+        for names in imports(NotForTypes().visit(ast.parse(path.read_text()))):
+            yield ".".join(names) if ".".join(names) in paths else names[0]
 
     circle = TopologicalSorter({name: {*needs(path)} - {name} for name, path in paths.items()})
     circle.prepare()  # or raises CycleError, which names it
@@ -208,22 +204,29 @@ def test_every_folder_is_a_room_with_rules():
 
 def test_rooms_have_no_two_files_of_one_name():
     rooms = [room for room in ROOMS if room not in (".", "commands")]
-    homes: dict[str, list[str]] = {}
-    for path in chain.from_iterable(map(files, rooms)):
-        if path.name != "__init__.py":
-            homes.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
-    assert [paths for paths in homes.values() if len(paths) > 1] == []
+    paths = [path for path in chain(*map(files, rooms)) if path.name != "__init__.py"]
+    assert repeated((path.name, path) for path in paths) == {}
 
 
 @pytest.mark.slow
 def test_no_two_classes_have_one_name():
+    paths = chain(*((ROOT / root).rglob("*.py") for root in ("megatron", "fold3d_patches")))
+    classes = [
+        (node.name, path)
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert "Fold3DConfig" in dict(classes)
+    assert repeated(classes) == {}
+
+
+def repeated(named: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
+    """The names that stand in several places."""
     homes: dict[str, list[str]] = {}
-    for path in chain(*((ROOT / root).rglob("*.py") for root in ("megatron", "fold3d_patches"))):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    assert "Fold3DConfig" in homes
-    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+    for name, path in named:
+        homes.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    return {name: paths for name, paths in homes.items() if len(paths) > 1}
 
 
 # Imports each module in a copy of a fresh interpreter, and names those for which that fails.

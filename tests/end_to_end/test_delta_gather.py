@@ -12,9 +12,8 @@ from megatron.fold3d.observe.trace_files import RankTrace
 from tests.distributed import run_distributed
 from tests.end_to_end.test_checkpoints import resuming, saving
 from tests.end_to_end.test_equal_to_stock import (
+    ALLTOALL,
     BUCKETS,
-    EP,
-    EXPERTS,
     FP16,
     OVERLAP,
     UNTIED,
@@ -43,13 +42,7 @@ _ROWS = (
     Row("1f1b", f"{BF16} --sequence-parallel", pp=1, tp=2, dp=2, repeats=True, segments=1),
     Row("stock", BF16, pp=1, cp=2, dp=2, repeats=True, segments=1),
     Row("stock", f"{ZERO} --bf16", dp=2, segments=1),
-    Row(
-        "1f1b",
-        f"{BF16} {EXPERTS} --moe-token-dispatcher-type alltoall {EP}",
-        pp=1,
-        dp=4,
-        segments=1,
-    ),
+    Row("1f1b", f"{BF16} {ALLTOALL}", pp=1, dp=4, segments=1),
     Row("aiao", f"{OVERLAP} {FP16}", dp=2, segments=1),
     Row("stock", f"{BF16} --num-distributed-optimizer-instances 2", pp=1, dp=4, segments=1),
 )

@@ -133,6 +133,7 @@ EXPERTS = (
     "--disable-bias-linear"
 )
 EP = "--expert-model-parallel-size 2"
+ALLTOALL = f"{EXPERTS} --moe-token-dispatcher-type alltoall {EP}"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 DRAWN = f"{EXPERTS} --moe-input-jitter-eps 0.1 --moe-router-force-biased 0"
 PAIRS = ":pairs=on"
@@ -261,8 +262,7 @@ ROWS = (
     # Context parallelism; its ranks share the reductions of gradients.
     Row(
         "aiao",
-        f"{EXPERTS} --moe-token-dispatcher-type alltoall {EP} --calculate-per-token-loss "
-        f"--bf16 {SELECTIVE}",
+        f"{ALLTOALL} --calculate-per-token-loss --bf16 {SELECTIVE}",
         cp=2,
         m=2,
     ),
