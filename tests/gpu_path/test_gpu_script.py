@@ -1,6 +1,7 @@
 """What `scripts/gpu.sh` trains, run without a GPU: a small model, late device."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,11 +76,16 @@ def test_a_run_of_the_gpu_script_trains_what_its_stock_run_trains(run: Run, tmp_
     assert differences(ours, as_known(ours, stock)) == []
 
 
+def replaced(text: str, others: Mapping[str, str]) -> str:
+    """Put others in the place of some words of a command, which it has."""
+    for old, new in others.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
 def _small(flags: str, iterations: int, folder: Path | None) -> tuple[str, ...]:
-    for old, new in SMALLER.items():
-        assert old in flags
-        flags = flags.replace(old, new.format(iterations=iterations))
-    words = shlex.split(flags)
+    words = shlex.split(replaced(flags, SMALLER).format(iterations=iterations))
     at = words.index("--trace") if "--trace" in words else len(words)
     trace = () if folder is None or at == len(words) else ("--trace", str(folder))
     more = shlex.split(f"--device cpu --num-workers 0 {UNCHECKED}")
