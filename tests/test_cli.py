@@ -9,7 +9,9 @@ import pytest
 
 from megatron.fold3d.cli import _COMMANDS
 from megatron.fold3d.commands.console import suggestion
+from tests.programs import printed, ran
 
+PLAN = "plan --schedule aiao --pp 2 --microbatches 2"
 AIAO = "plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
 SIMULATE = "simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
 SEARCH = "search --global-batch-size 64"
@@ -20,13 +22,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
     """Run a shell line in which ``fold3d`` is the command."""
     script = "import sys; from megatron.fold3d.cli import main; sys.exit(main())"
     function = f'fold3d() {{ {shlex.quote(sys.executable)} -c {shlex.quote(script)} "$@"; }}'
-    return subprocess.run(
-        ["bash", "-c", f"{function}; {line}"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return ran("bash", "-c", f"{function}; {line}")
 
 
 @pytest.mark.parametrize(
@@ -34,28 +30,22 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
     [
         ("", "the following arguments are required: COMMAND"),
         ("plan", "no batch: give --global-batch-size, or --microbatches in place of it"),
-        ("plan --schedule gpipe --pp 2 --microbatches 2", "'gpipe' is no order; give stock, auto"),
-        ("plan --schedule aiao --pp two --microbatches 2", "invalid int value: 'two'"),
+        (f"{PLAN} --schedule gpipe", "'gpipe' is no order; give stock, auto"),
+        (f"{PLAN} --pp two", "invalid int value: 'two'"),
         (f"{AIAO} --json --format csv", "not allowed with argument"),
+        (f"{PLAN} --microbatches 0", "--global-batch-size 0: it is at least one"),
+        (f"{PLAN} --pp -2", "--pipeline-model-parallel-size -2: it is at least one"),
+        (f"{PLAN} --pp 99999999", "no memory holds a plan of over"),
+        (f"{PLAN} --schedule 1f1b --segments 2", "use --segments 1"),
+        (f"{PLAN} --schedule interleaved:group=0 --pp 4 --microbatches 4", "give 4 or more"),
         (
-            "plan --schedule aiao --pp 2 --microbatches 0",
-            "--global-batch-size 0: it is at least one",
-        ),
-        (
-            "plan --schedule aiao --pp -2 --microbatches 2",
-            "--pipeline-model-parallel-size -2: it is at least one",
-        ),
-        ("plan --schedule aiao --pp 99999999 --microbatches 2", "no memory holds a plan of over"),
-        ("plan --schedule 1f1b --pp 2 --segments 2 --microbatches 2", "use --segments 1"),
-        ("plan --schedule interleaved:group=0 --pp 4 --microbatches 4", "give 4 or more"),
-        (
-            "plan --schedule afab:group=4 --pp 2 --microbatches 2",
+            f"{PLAN} --schedule afab:group=4",
             "group=4 with --schedule afab: only interleaved has groups; drop it",
         ),
         ("serch", "no command 'serch'; did you mean search?"),
         ("frobnicate", "no command 'frobnicate'; it is one of plan, verify, simulate, search"),
-        ("plan --schedule aiao --pp 2 --microbatches 2 --segmnts 2", "did you mean --segments?"),
-        ("plan --schedule aiao --pp 2 --microbatches 2 --segm 2", "did you mean --segments?"),
+        (f"{PLAN} --segmnts 2", "did you mean --segments?"),
+        (f"{PLAN} --segm 2", "did you mean --segments?"),
         ("plan --sched aiao --pp 2 --microbatches 2", "--sched aiao; did you mean --schedule?"),
         ("verify", "the following arguments are required: --plan-file"),
         (
@@ -187,10 +177,7 @@ def test_plans_are_verified_without_loading_the_simulator(line: str):
         "import sys\nfrom megatron.fold3d.cli import main\n"
         f"try: main({shlex.split(line)})\nexcept SystemExit: pass\nprint({heavy})"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
-    )
-    assert result.stdout.endswith("set()\n")
+    assert printed(sys.executable, "-c", code).endswith("set()\n")
 
 
 def test_a_word_that_is_nearly_an_option_or_begins_one_gets_a_suggestion():

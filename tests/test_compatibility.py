@@ -55,32 +55,19 @@ def comparisons() -> Iterator[tuple[str, Sequence[str]]]:
         for row in table.ROWS:
             traced = ["--trace", "folder"] if table in CHECKED else []
             yield f"{name}: {row}", [*row.command(row.ours), *traced]
-    folder = Path("folder")
-    for row, saves, resumes in test_checkpoints.CASES:
-        yield f"test_checkpoints.py: {row}", test_checkpoints.saving(row, saves, folder)
-        yield f"test_checkpoints.py: {row}", test_checkpoints.resuming(row, resumes, folder)
-    row = test_checkpoints.SAVES_GRADIENTS
-    saving = test_checkpoints.saving(row, test_checkpoints.AIAO, folder)
-    yield f"test_checkpoints.py: {row}", saving
-    knows = test_checkpoints.KNOWS_ITS_SIZES
+    folder, saving = Path("folder"), test_checkpoints.saving
+    gradients, knows = test_checkpoints.SAVES_GRADIENTS, test_checkpoints.KNOWS_ITS_SIZES
+    for row, saves, resumes in (*test_checkpoints.CASES, (gradients, test_checkpoints.AIAO, "")):
+        yield f"test_checkpoints.py: {row}", saving(row, saves, folder)
+        if resumes:
+            yield f"test_checkpoints.py: {row}", test_checkpoints.resuming(row, resumes, folder)
     yield f"test_checkpoints.py: {knows}", test_checkpoints.without_sizes(knows, folder)
-    for only in test_without_training.ROWS:
-        evaluating = only.command(f"{only.ours} --skip-train")
-        yield f"test_without_training.py: {only}", evaluating
+    for row in test_without_training.ROWS:
+        yield f"test_without_training.py: {row}", row.command(f"{row.ours} --skip-train")
     for share in (test_backward_share.SAVED, test_backward_share.OLD_SAVED):
         for flags in (test_backward_share.SAVES, test_backward_share.RESUMES):
             saved = share.command(f"{share.ours} {flags.format(folder=folder)}")
             yield f"test_backward_share.py: {share}", saved
-    sharded = test_param_shards.SAVED
-    for command in (test_checkpoints.saving, test_checkpoints.resuming):
-        yield f"test_param_shards.py: {sharded}", command(sharded, test_param_shards.AIAO, folder)
-    coded = test_delta_gather.SAVED
-    for _, resumes in test_delta_gather.RESUMED:
-        command = test_checkpoints.resuming(coded, resumes, folder)
-        yield f"test_delta_gather.py: {coded}", command
-    whole, alone = test_replicated_optimizer.SAVED, test_replicated_optimizer.ALONE
-    for command in (test_checkpoints.saving, test_checkpoints.resuming):
-        yield f"test_replicated_optimizer.py: {whole}", command(whole, alone, folder)
     for chosen in (*(row for row, _ in test_auto_schedule.CASES), test_auto_schedule.WHOLE):
         yield f"test_auto_schedule.py: {chosen}", chosen.command(chosen.ours)
 

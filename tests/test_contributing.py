@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.programs import ROOT, ran
+
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 HEADINGS = ("A flag", "A patch", "An op")
 # Shows, without torch or Megatron, that the example is there.
@@ -84,18 +84,6 @@ def replace(folder: Path, path: str, found: str | None, by: str | None) -> None:
         file.write_text(f"\n{text}".replace(f"\n{found or ''}", f"\n{by}")[1:])
 
 
-def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("heading", [*HEADINGS, "The handler of an op"])
 def test_a_worked_example_is_in_the_source_as_shown(heading: str):
     shown = list(hunks(heading))
@@ -117,10 +105,11 @@ def test_a_worked_example_works_once_it_is_put_back(heading: str, tmp_path: Path
         shutil.copy(ROOT / path, tmp_path / path)
     for hunk in reversed(shown):
         replace(tmp_path, hunk.path, hunk.after, hunk.before)
-    assert run(tmp_path, WORKS[heading]).returncode != 0
+    shows = (sys.executable, "-c", WORKS[heading])
+    assert ran(*shows, cwd=tmp_path, PYTHONPATH=str(tmp_path)).returncode != 0
     for hunk in shown:
         replace(tmp_path, hunk.path, hunk.before, hunk.after)
-    done = run(tmp_path, WORKS[heading])
+    done = ran(*shows, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     for hunk in shown:
         assert (tmp_path / hunk.path).read_text() == (ROOT / hunk.path).read_text()

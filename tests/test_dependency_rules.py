@@ -2,9 +2,8 @@
 
 import ast
 import json
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
@@ -13,10 +12,10 @@ import pytest
 
 from scripts.loaded_lines import called_files
 from tests.distributed import run_distributed
+from tests.programs import ROOT, printed
 
-ROOT = Path(__file__).parents[1]
 FOLD3D = "megatron.fold3d"
-HEAVY = ("torch", "numpy", "megatron.core")
+HEAVY = ("torch", "numpy", "megatron.core", "megatron.training", "fold3d_patches")
 
 # What the files of a room may name in an import, besides the standard library. Rooms stand from
 # the bottom up. The files of `megatron/fold3d` itself are under ".".
@@ -43,43 +42,41 @@ FOREIGN = {
     "predict": ("numpy",),
     "commands": ("matplotlib",),  # an extra, when a picture is asked for
     "training": (
-        "torch",
-        "megatron.core",
-        "megatron.training",
-        "fold3d_patches",
-        "packaging",
-        "tqdm",
+        *("torch", "megatron.core", "megatron.training", "fold3d_patches"),
+        *("packaging", "tqdm"),
     ),
 }
 MAY_NAME = {
     room: (*(f"{FOLD3D}.{name}" for name in (room, *others)), *FOREIGN.get(room, ()))
     for room, others in ROOMS.items()
 }
-# What must not be loaded after all of a room's files are imported, through whomever.
-TRAINING = (f"{FOLD3D}.training", "fold3d_patches", "megatron.training")
-MUST_NOT_LOAD = {
-    "plan": (*HEAVY, *TRAINING, *(f"{FOLD3D}.{room}" for room in ROOMS if room != "plan")),
-    "upstream": (*HEAVY, *TRAINING),
-    "policy": (
-        *(*HEAVY, *TRAINING),
-        *(f"{FOLD3D}.{room}" for room in ("config", "observe", "runtime", "predict", "commands")),
-    ),
-    "config": (
-        *(*HEAVY, *TRAINING),
-        *(f"{FOLD3D}.{room}" for room in ("observe", "runtime", "predict", "commands")),
-    ),
-    "observe": (
-        *(*HEAVY, *TRAINING),
-        *(f"{FOLD3D}.{room}" for room in ("policy", "config", "runtime", "predict", "commands")),
-    ),
-    "runtime": (*TRAINING, f"{FOLD3D}.predict", f"{FOLD3D}.observe.report", f"{FOLD3D}.commands"),
-    "predict": (
-        *("torch", "megatron.core", *TRAINING),
-        *(f"{FOLD3D}.{room}" for room in ("config", "runtime", "commands")),
-    ),
-    "commands": ("torch", "megatron.core", *TRAINING, f"{FOLD3D}.runtime"),
+
+
+def reach(room: str) -> set[str]:
+    """The rooms to which the imports of a room lead."""
+    return {room}.union(*(reach(name.split(".")[0]) for name in ROOMS[room]))
+
+
+# What must not be loaded after all of a room's files are imported, through whomever: rooms that
+# its imports do not lead to, heavy packages but for these, and some more.
+LOADS = {
+    "runtime": ("torch", "numpy", "megatron.core"),
+    "predict": ("numpy",),
+    "commands": ("numpy",),
+    "training": HEAVY,
+}
+LATER = {
+    "runtime": (f"{FOLD3D}.observe.report",),
     "training": ("apex", "transformer_engine", f"{FOLD3D}.observe.report"),
-    ".": (*HEAVY, *TRAINING, f"{FOLD3D}.runtime"),
+    ".": (f"{FOLD3D}.training", f"{FOLD3D}.runtime"),
+}
+MUST_NOT_LOAD = {
+    room: (
+        *(name for name in HEAVY if name not in LOADS.get(room, ())),
+        *(f"{FOLD3D}.{other}" for other in ROOMS if other not in reach(room)),
+        *LATER.get(room, ()),
+    )
+    for room in ROOMS
 }
 FOLDERS = list(ROOMS)
 
@@ -143,27 +140,20 @@ def probed() -> dict[str, dict[str, list[str]]]:
     steps = [[folder, UPSTREAM.get(folder, []), ours[folder]] for folder in (*light, *UPSTREAM)]
     patches = [module(path) for path in sorted((ROOT / "fold3d_patches").rglob("*.py"))]
     steps.append([EVERYTHING, [], [*chain(*ours.values()), *patches]])
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROBE, json.dumps(steps)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    told = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('["')]
-    assert len(told) == len(steps), result.stderr
+    out = printed(sys.executable, "-W", "ignore", "-c", PROBE, json.dumps(steps))
+    told = [json.loads(line) for line in out.splitlines() if line.startswith('["')]
+    assert len(told) == len(steps), out
     return dict(told)
 
 
-def imports(path: Path) -> Iterator[str]:
-    """The modules that a file names, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(tree: ast.AST) -> Iterator[tuple[str, ...]]:
+    """The modules that a file names, also inside functions, each with a name from it if any."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name,) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import hides where it leads"
-            yield node.module or ""
+            assert node.level == 0, f"from {node.module}: a relative import hides where it leads"
+            yield from ((node.module or "", alias.name) for alias in node.names)
 
 
 def is_within(name: str, packages: tuple[str, ...]) -> bool:
@@ -175,7 +165,7 @@ def test_a_file_names_only_what_its_folder_may(folder: str):
     foreign = {
         f"{path.relative_to(ROOT)} imports {name}"
         for path in files(folder)
-        for name in imports(path)
+        for name, *_ in imports(ast.parse(path.read_text()))
         if name.split(".")[0] not in sys.stdlib_module_names
         and not is_within(name, MAY_NAME[folder])
     }
@@ -192,12 +182,8 @@ def test_no_files_import_each_other_in_a_circle():
     paths = {module(path): path for path in everything}
 
     def needs(path: Path) -> Iterator[str]:
-        for node in ast.walk(NotForTypes().visit(ast.parse(path.read_text()))):
-            if isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                named = [f"{node.module}.{alias.name}" for alias in node.names]
-                yield from (name if name in paths else str(node.module) for name in named)
+        for names in imports(NotForTypes().visit(ast.parse(path.read_text()))):
+            yield ".".join(names) if ".".join(names) in paths else names[0]
 
     circle = TopologicalSorter({name: {*needs(path)} - {name} for name, path in paths.items()})
     circle.prepare()  # or raises CycleError, which names it
@@ -218,22 +204,29 @@ def test_every_folder_is_a_room_with_rules():
 
 def test_rooms_have_no_two_files_of_one_name():
     rooms = [room for room in ROOMS if room not in (".", "commands")]
-    homes: dict[str, list[str]] = {}
-    for path in chain.from_iterable(map(files, rooms)):
-        if path.name != "__init__.py":
-            homes.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
-    assert [paths for paths in homes.values() if len(paths) > 1] == []
+    paths = [path for path in chain(*map(files, rooms)) if path.name != "__init__.py"]
+    assert repeated((path.name, path) for path in paths) == {}
 
 
 @pytest.mark.slow
 def test_no_two_classes_have_one_name():
+    paths = chain(*((ROOT / root).rglob("*.py") for root in ("megatron", "fold3d_patches")))
+    classes = [
+        (node.name, path)
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert "Fold3DConfig" in dict(classes)
+    assert repeated(classes) == {}
+
+
+def repeated(named: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
+    """The names that stand in several places."""
     homes: dict[str, list[str]] = {}
-    for path in chain(*((ROOT / root).rglob("*.py") for root in ("megatron", "fold3d_patches"))):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    assert "Fold3DConfig" in homes
-    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+    for name, path in named:
+        homes.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    return {name: paths for name, paths in homes.items() if len(paths) > 1}
 
 
 # Imports each module in a copy of a fresh interpreter, and names those for which that fails.
@@ -252,9 +245,7 @@ for name in sys.argv[1:]:
 @pytest.mark.processes
 def test_each_light_module_imports_on_its_own():
     names = [module(path) for path in files("plan") + files(".")]
-    command = [sys.executable, "-c", EACH, *names, "no_such_module"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "no_such_module\n", done.stderr
+    assert printed(sys.executable, "-c", EACH, *names, "no_such_module") == "no_such_module\n"
 
 
 @pytest.mark.processes
@@ -295,14 +286,8 @@ PASSED = 19
 
 @pytest.mark.processes
 def test_plain_aiao_loads_no_feature_that_is_off_and_fewer_than_half_of_the_lines():
-    told = subprocess.run(
-        [sys.executable, ROOT / "scripts/loaded_lines.py"],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=True,
-    )
-    *modules, total = (line.split() for line in told.stdout.splitlines())
+    told = printed(sys.executable, "scripts/loaded_lines.py")
+    *modules, total = (line.split() for line in told.splitlines())
     assert [name for _, name in modules if is_within(name, OFF)] == []
     assert f"{FOLD3D}.runtime.executor" in [name for _, name in modules]
     assert int(total[0].replace(",", "")) < BEFORE_FEATURES / 2

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from argparse import SUPPRESS, ArgumentParser
@@ -19,9 +18,9 @@ from megatron.fold3d.plan.schedule_word import VALUES
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS, preset_flags
 from tests.commands.traces import write_traces
+from tests.programs import ROOT, printed, ran
 from tests.test_dependency_rules import FOREIGN, ROOMS
 
-ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -81,6 +80,8 @@ def test_a_command_is_one_that_its_program_takes(
 ):
     words = [word for word in command.words if word != "sudo"]
     program = Path(words[0]).name
+    if any(re.fullmatch(form, " ".join(words)) for form in FORMS):
+        return
     if program == "fold3d":
         _check_fold3d(command, words, tmp_path_factory)
     elif program in OTHERS:
@@ -115,22 +116,14 @@ def _check_fold3d(
     for written in (word for word in words if word.endswith(".svg")):
         (folder / written).parent.mkdir(parents=True, exist_ok=True)
     line = shlex.join([FOLD3D, *words[1:]]).replace("'>'", ">")
-    done = subprocess.run(
-        ["bash", "-c", line],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "100"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = ran("bash", "-c", line, cwd=folder, COLUMNS="100")
     assert (done.returncode, done.stderr) == (0, "")
     for drawn in (word for word in words if word.startswith("docs/images/")):
         assert (folder / drawn).read_bytes() == (ROOT / drawn).read_bytes(), "draw it anew"
     if command.output:
         assert _unpadded(done.stdout) == _unpadded(command.output)
-    for printed in re.findall(r"^iteration +(\S+) s$", done.stdout, re.M):
-        assert not command.section or _says(command.section, float(printed)), printed
+    for seconds in re.findall(r"^iteration +(\S+) s$", done.stdout, re.M):
+        assert not command.section or _says(command.section, float(seconds)), seconds
 
 
 def _says(text: str, seconds: float) -> bool:
@@ -182,16 +175,7 @@ def _takes(program: Sequence[str], words: Sequence[str]) -> None:
 @cache
 def _options(program: tuple[str, ...]) -> frozenset[str]:
     """Return the options that the program's help names; some import Megatron before they say it."""
-    done = subprocess.run(
-        [*program, "--help"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return frozenset(re.findall(r"--[\w-]+", done.stdout))
+    return frozenset(re.findall(r"--[\w-]+", printed(*program, "--help", PYTHONPATH=str(ROOT))))
 
 
 def _check_sbatch(parser: ArgumentParser, words: Sequence[str]) -> None:
@@ -202,17 +186,15 @@ def _check_sbatch(parser: ArgumentParser, words: Sequence[str]) -> None:
 
 
 def _check_make(words: Sequence[str]) -> None:
-    subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, check=True)
+    printed("make", "--dry-run", *words[1:])
 
 
 def _check_pip(words: Sequence[str]) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = re.fullmatch(r"\.(?:\[([\w-]+)\])?", words[2])
     assert words[1] == "install"
     assert found is not None
-    assert found[1] is None or found[1] in extras
+    assert found[1] is None or found[1] in project["optional-dependencies"]
 
 
 def _check_apt(words: Sequence[str]) -> None:
@@ -224,35 +206,20 @@ def _check_local_cluster(words: Sequence[str]) -> None:
     assert words[1] in ("start", "stop")
 
 
-def _check_folder(words: Sequence[str]) -> None:
-    assert words[1:] == ["-p", "out"]  # where `.gitignore` expects it
-
-
-def _check_activation(words: Sequence[str]) -> None:
-    assert words[1:] == [".venv/bin/activate"]  # that `make venv` makes
-
-
-def _check_export(words: Sequence[str]) -> None:
-    assert re.fullmatch(r"\w+=\S+", words[1])
-
-
 def _check_gpu_script(words: Sequence[str]) -> None:
-    listed = [ROOT / words[0], "--dry-run", *words[1:]]
-    environment = {**os.environ, "GPUS": "8", "IMPLEMENTATIONS": "local"}
-    done = subprocess.run(listed, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("== ")
+    listed = (ROOT / words[0], "--dry-run", *words[1:])
+    assert printed(*listed, GPUS="8", IMPLEMENTATIONS="local").startswith("== ")
 
 
 OTHERS: dict[str, Callable[[Sequence[str]], None]] = {
     "apt-get": _check_apt,
-    "export": _check_export,
     "gpu.sh": _check_gpu_script,
     "local_cluster.sh": _check_local_cluster,
     "make": _check_make,
-    "mkdir": _check_folder,
     "pip": _check_pip,
-    "source": _check_activation,
 }
+# Where `.gitignore` expects it, that `make venv` makes, and any variable.
+FORMS = (r"mkdir -p out", r"source \.venv/bin/activate", r"export \w+=\S+")
 
 
 def test_commands_are_found_in_every_form_that_pages_have():
@@ -310,10 +277,7 @@ def test_the_rules_of_import_are_those_that_are_tested():
     (section,) = re.findall(r"^### Who imports whom\n(.*?)^##", text, re.M | re.S)
     rows = re.findall(r"^\| `([\w.]+)` \| (.*) \| (.*) \|$", section, re.M)
     documented = {
-        room: (
-            tuple(re.findall(r"`([\w.]+)`", inside)),
-            tuple(re.findall(r"[\w.]+", outside)),
-        )
+        room: (tuple(re.findall(r"`([\w.]+)`", inside)), tuple(re.findall(r"[\w.]+", outside)))
         for room, inside, outside in rows
     }
     assert documented == {room: (names, FOREIGN.get(room, ())) for room, names in ROOMS.items()}

@@ -1,7 +1,6 @@
 """The command that compares: what it drops, and that a comparison runs from end to end."""
 
 import re
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from scripts.bench import compare
 from scripts.bench.summary import Run
 from scripts.bench.testbed import Link, Testbed, TestbedError
 from scripts.bench.variants import DEFAULT, Variant
+from tests.programs import printed
 
 OURS = Variant("aiao-s2", ("--schedule", "aiao"))
 SWEEP = [Variant(f"stock-v{v}", (str(v),)) for v in (2, 4, 8)]
@@ -40,15 +40,10 @@ def test_a_comparison_runs_from_end_to_end(tmp_path):
     extent = "--rate 100mbit --rounds 1 --iterations 3 --warmup 1 --only stock-default"
     extent += " --timeout-s 120"
     command = [sys.executable, "-m", "scripts.bench.compare"]  # it imports Megatron, and forks
-    done = subprocess.run(
-        [*command, *job.split(), *extent.split(), "--logs", str(tmp_path)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    (row,) = re.findall(r"\| \*\*stock-default\*\* \|.* \| (\d+) \| (\d+) \| ", done.stdout)
+    out = printed(*command, *job.split(), *extent.split(), "--logs", tmp_path)
+    (row,) = re.findall(r"\| \*\*stock-default\*\* \|.* \| (\d+) \| (\d+) \| ", out)
     compute_ms, link_ms = map(int, row)
     # Two micro-batches of one layer, and another for the bubble, at 60 ms each.
     assert compute_ms >= 180
     assert 0 < link_ms < compute_ms  # activations of 8 KB
-    assert "Losses of 2 runs agree to 0.0e+00." in done.stdout
+    assert "Losses of 2 runs agree to 0.0e+00." in out

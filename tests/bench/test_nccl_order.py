@@ -46,13 +46,12 @@ def test_an_error_reaches_who_waits_and_later_works_still_run():
 def on_ranks(size, function):
     """What ``function(rank, group)`` returns on each rank; the ranks are threads."""
     store = dist.HashStore()
+
+    def run(rank):
+        return function(rank, dist.ProcessGroupGloo(store, rank, size, TIMEOUT))
+
     with ThreadPoolExecutor(size) as ranks:
-        return list(
-            ranks.map(
-                lambda rank: function(rank, dist.ProcessGroupGloo(store, rank, size, TIMEOUT)),
-                range(size),
-            )
-        )
+        return [*ranks.map(run, range(size))]
 
 
 @pytest.mark.gloo

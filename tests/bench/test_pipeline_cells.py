@@ -4,23 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.fold3d.observe.training_log import LoggedIteration
 from scripts.bench import pipeline_cells
 from scripts.bench.pipeline_cells import AHEAD, GAPS, PLACED, PipelineCell
-from scripts.bench.summary import Run
 from scripts.bench.variants import DEFAULT
+from tests.bench.test_summary import run
 
 CELL = PipelineCell(num_ranks=4, data_parallel=1, num_microbatches=8, transfer=0.4, recompute=False)
-
-
-def run(variant, number, ms, warmup=1):
-    timed = range(1, warmup + 2)
-    return Run(
-        variant=variant,
-        round=number,
-        iterations=tuple(LoggedIteration(number=n, elapsed_ms=ms, loss=4.0 / n) for n in timed),
-        warmup=warmup,
-    )
 
 
 def test_a_transfer_takes_its_share_of_a_stages_computation():
@@ -45,10 +34,9 @@ def test_the_fastest_of_the_sweep_goes_on_beside_ours():
 def test_a_line_has_the_gains_of_the_fastest_of_ours():
     _, v2, *_ = CELL.swept()
     times = {DEFAULT: 2400.0, v2: 1800.0, GAPS: 1600.0, AHEAD: 1400.0, PLACED: 1200.0}
+    warmups = {PLACED: 3}
     runs = [
-        run(v, n, ms + n, warmup=3 if v is PLACED else 1)
-        for n in (1, 2, 3)
-        for v, ms in times.items()
+        run(v, n, ms + n, warmup=warmups.get(v, 1)) for n in (1, 2, 3) for v, ms in times.items()
     ]
     *_, line = pipeline_cells.table([(CELL, runs)]).splitlines()
     cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -64,16 +64,12 @@ def predicted_of(measured: dict[str, tuple[float, float]], simulation: Simulatio
     for percent in (60, 70):
         flags = variants.with_parts(by_name["aiao-s8-auto"].flags, f":share={percent / 100}")
         by_name[f"aiao-s8-share{percent}"] = variants.Variant(f"aiao-s8-share{percent}", flags)
-    found = (
-        summary.Row(
-            variant=by_name[name],
-            spread=Spread.of([ms]),
-            compute_ms=alone_ms,
-            communication_ms=0.0,
-        )
-        for name, (ms, alone_ms) in measured.items()
-    )
-    return predict.rows(simulation, found)
+
+    def row(name: str, ms: float, alone_ms: float) -> summary.Row:
+        times = {"spread": Spread.of([ms]), "compute_ms": alone_ms, "communication_ms": 0.0}
+        return summary.Row(variant=by_name[name], **times)
+
+    return predict.rows(simulation, [row(name, *both) for name, both in measured.items()])
 
 
 @pytest.mark.parametrize("rate", MEASURED)

@@ -10,19 +10,13 @@ OURS = Variant("aiao-s2", ("--schedule", "aiao"))
 RATE_BIT_S = 80e6  # a byte takes 100 ns
 
 
-def run(variant, number, *times_ms, losses=None, link_bytes=0.0):
-    """One run whose first iteration is warm-up."""
-    iterations = [
+def run(variant, number, *times_ms, warmup=1, losses=None, **given):
+    """One run whose first iterations are warm-up."""
+    iterations = tuple(
         LoggedIteration(number=n, elapsed_ms=ms, loss=(losses or {}).get(n, 4.0 / n))
-        for n, ms in enumerate((9999.0, *times_ms), 1)
-    ]
-    return Run(
-        variant=variant,
-        round=number,
-        iterations=tuple(iterations),
-        warmup=1,
-        link_bytes=link_bytes,
+        for n, ms in enumerate((*[9999.0] * warmup, *times_ms), 1)
     )
+    return Run(variant=variant, round=number, iterations=iterations, warmup=warmup, **given)
 
 
 RUNS = [
@@ -30,11 +24,9 @@ RUNS = [
     run(SWEPT, 0, 80.0, 80.0),
     run(OURS, 0, 80.0, 80.0),
     run(DEFAULT, 1, 198.0, 202.0, link_bytes=1e6),
-    run(SWEPT, 1, 160.0, 160.0, link_bytes=1.2e6),
-    run(OURS, 1, 150.0, 150.0, link_bytes=1.2e6),
     run(DEFAULT, 2, 200.0, 200.0, link_bytes=1e6),
-    run(SWEPT, 2, 160.0, 160.0, link_bytes=1.2e6),
-    run(OURS, 2, 150.0, 150.0, link_bytes=1.2e6),
+    *(run(SWEPT, number, 160.0, 160.0, link_bytes=1.2e6) for number in (1, 2)),
+    *(run(OURS, number, 150.0, 150.0, link_bytes=1.2e6) for number in (1, 2)),
 ]
 
 

@@ -12,8 +12,8 @@ import pytest
 from scripts.bench import processes, testbed
 from scripts.bench.testbed import Link, Testbed, TestbedError, Traffic, parse_rate
 from tests.distributed import is_running
+from tests.programs import ROOT, ran
 
-ROOT = Path(__file__).parents[2]
 PAYLOAD_BYTES = 3_000_000
 PATIENCE_S = 100.0  # with a busy machine
 # Rank 0 takes what rank 1 sends and answers; rank 1 says how long it took.
@@ -102,8 +102,7 @@ def start_tool(logs):
 
 
 @pytest.mark.parametrize(
-    ("text", "rate"),
-    [("200mbit", 2e8), ("2.5gbit", 2.5e9), ("800kbit", 8e5), ("unshaped", None)],
+    ("text", "rate"), [("200mbit", 2e8), ("2.5gbit", 2.5e9), ("800kbit", 8e5), ("unshaped", None)]
 )
 def test_a_rate_is_read(text, rate):
     assert parse_rate(text) == rate
@@ -278,11 +277,10 @@ def test_who_may_not_make_namespaces_is_told_what_would_allow_it(tmp_path, name,
 @pytest.mark.processes
 @pytest.mark.parametrize("tool", ["compare", "grid"])
 def test_real_time_is_refused_at_once_where_the_kernel_would(tool):
-    as_user = ["unshare", "--user", "--map-root-user"]
-    if subprocess.run([*as_user, "true"], capture_output=True).returncode:
+    as_user = ("unshare", "--user", "--map-root-user")
+    if ran(*as_user, "true").returncode:
         pytest.skip("users may not make namespaces here")
-    command = [*as_user, sys.executable, "-m", f"scripts.bench.{tool}", "--real-time"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = ran(*as_user, sys.executable, "-m", f"scripts.bench.{tool}", "--real-time")
     assert done.returncode == 2
     assert "error: --real-time: this process may not go before all others" in done.stderr
     assert "Traceback" not in done.stderr

@@ -10,15 +10,9 @@ import pytest
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.policy.predicted import Predicted
 from tests.distributed import run_distributed
-from tests.end_to_end.test_backward_share import (
-    SP,
-    Heard,
-    Row,
-    _comparable,
-    _stock,
-    train_and_listen,
-)
-from tests.end_to_end.training import check_losses, differences, heard
+from tests.end_to_end.test_backward_share import SP, Row
+from tests.end_to_end.test_equal_to_stock import compared, stock_of
+from tests.end_to_end.training import Record, check_losses, heard, train, watch
 
 pytestmark = pytest.mark.gloo
 
@@ -42,9 +36,7 @@ CASES: tuple[tuple[Row, tuple[str, ...]], ...] = (
 
 @pytest.mark.parametrize(("row", "tried"), CASES, ids=[str(row) for row, _ in CASES])
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[str, ...]) -> None:
-    runs = run_distributed(train_and_choose, row.num_ranks, row.command(row.ours), tried)
-    ours, told = zip(*runs, strict=True)
-    assert differences(*_comparable(ours, _stock(row))) == []
+    told = compared(row, train_and_choose, tried)
     assert told[1] == []  # one rank tells
     if tried:
         took = ["0.1", "s", "0.1", "s"]
@@ -57,21 +49,13 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[s
         assert ("shares" in others[0]) is ("step=next" in tried[0])
 
 
-WHOLE = Row(
-    word="1f1b:optimizer=auto",
-    flags=f"--train-iters 9 {OVERLAP}",
-    pp=1,
-    segments=1,
-    m=2,
-)
+WHOLE = Row(word="1f1b:optimizer=auto", flags=f"--train-iters 9 {OVERLAP}", pp=1, segments=1, m=2)
 
 
 @pytest.mark.parametrize("took_s", [(0.3, 0.1), (0.1, 0.3)])
 def test_auto_of_the_optimizer_keeps_what_was_faster(took_s: tuple[float, ...]) -> None:
     tried = ("1f1b:optimizer=replicated",)
-    runs = run_distributed(train_and_choose, 2, WHOLE.command(WHOLE.ours), tried, took_s)
-    ours, told = zip(*runs, strict=True)
-    assert differences(*_comparable(ours, _stock(WHOLE))) == []
+    told = compared(WHOLE, train_and_choose, tried, took_s)
     (table,) = told[0]
     assert table.startswith("optimizer=auto measured F ")
     kept = [bool(re.search(r"  kept after \d+ iterations$", line)) for line in table.splitlines()]
@@ -83,17 +67,11 @@ def test_sums_of_four_replicas_may_be_rounded_otherwise_and_that_is_told() -> No
     # As in test_backward_share: SGD does not blow up what another order of additions changes. Other
     # layers have two replicas, experts have four.
     experts = "--num-experts 2 --disable-bias-linear --expert-tensor-parallel-size 1"
-    row = Row(
-        word=AUTO,
-        flags=f"--train-iters 9 --optimizer sgd {SP} {experts}",
-        pp=1,
-        segments=1,
-        tp=2,
-    )
-    tried = ("1f1b:step=next",)
-    runs = run_distributed(train_and_choose, 4, row.command(row.ours), tried)
+    flags = f"--train-iters 9 --optimizer sgd {SP} {experts}"
+    row = Row(word=AUTO, flags=flags, pp=1, segments=1, tp=2)
+    runs = run_distributed(train_and_choose, 4, row.command(row.ours), ("1f1b:step=next",))
     ours, told = zip(*runs, strict=True)
-    check_losses(*_comparable(ours, _stock(row)))
+    check_losses(ours, stock_of(row))
     assert "adds up the gradients of 4 replicas in another order" in told[0][0]
     assert told[0][1].splitlines()[-1].startswith("  1f1b:step=next  0.1 s      0.1 s  kept")
 
@@ -104,16 +82,14 @@ def test_four_replicas_keep_stocks_sums_with_deterministic_mode(
     monkeypatch.setenv("NCCL_ALGO", "Ring")  # Megatron demands it
     flags = f"--train-iters 9 --deterministic-mode {OVERLAP}"
     row = Row(word=AUTO, flags=flags, pp=1, segments=1, dp=4, clip=2.2)
-    runs = run_distributed(train_and_choose, 4, row.command(row.ours), ("1f1b:wgrad=last",))
-    ours, told = zip(*runs, strict=True)
-    assert differences(*_comparable(ours, _stock(row))) == []
+    told = compared(row, train_and_choose, ("1f1b:wgrad=last",))
     assert told[0][0].splitlines()[-1].startswith("  1f1b:wgrad=last  0.1 s      0.1 s  kept")
     assert "another order" not in " ".join(told[0])
 
 
 def train_and_choose(
     argv: Sequence[str], tried: Sequence[str], took_s: Sequence[float] = (0.3, 0.1, 0.2)
-) -> tuple[Heard, list[str]]:
+) -> tuple[Record, list[str]]:
     """Train; some choices are predicted, and measured to take so long behind the first one.
 
     Returns also what is told of the choice.
@@ -130,16 +106,12 @@ def train_and_choose(
             found.append(Predicted(job=changed, seconds=0.1))
         return found
 
-    step = auto_schedule.AutoSchedule.step
-
-    def noted(self: Any, take: Any) -> Any:
-        outcome = step(self, take)
-        if self._took_s is not None:
-            self._took_s = took_s[self._index]
-        return outcome
+    def take(_: Any, auto: Any, *__: Any) -> None:
+        if auto._took_s is not None:
+            auto._took_s = took_s[auto._index]
 
     if tried:
         Descent.to_try = to_try
-        auto_schedule.AutoSchedule.step = noted
+        watch(auto_schedule.AutoSchedule, "step", after=take)
     told = heard(auto_schedule.__name__)
-    return train_and_listen(argv), told
+    return train(argv), told

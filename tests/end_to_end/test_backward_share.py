@@ -16,7 +16,7 @@ import torch
 
 from tests.distributed import run_distributed
 from tests.end_to_end import test_equal_to_stock as equal_to_stock
-from tests.end_to_end.test_equal_to_stock import UNTIED, ZERO
+from tests.end_to_end.test_equal_to_stock import UNTIED, ZERO, check_records, compared, stock_of
 from tests.end_to_end.training import (
     Record,
     as_known,
@@ -24,9 +24,10 @@ from tests.end_to_end.training import (
     differences,
     heard,
     marked,
-    once,
+    since,
     train,
     train_as_planned,
+    watch,
 )
 
 pytestmark = pytest.mark.gloo
@@ -52,7 +53,6 @@ class Row(equal_to_stock.Row):
     clip: float = 0
     whole: int = 0
     skipped: int = 0
-    segments: int = 2
     dp: int = 2
 
     def command(self, scheduled: str) -> tuple[str, ...]:
@@ -136,11 +136,10 @@ SAVES, RESUMES = "--save {folder} --save-interval 4", "--load {folder}"
 
 @pytest.mark.parametrize("row", marked(ROWS), ids=str)
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tmp_path: Path) -> None:
-    ours = run_distributed(train_and_listen, row.num_ranks, row.command(row.ours), tmp_path)
-    stock = _stock(row)
+    told = compared(row, train_and_listen, tmp_path)
+    stock = stock_of(row)[0].iterations
 
-    assert differences(*_comparable(ours, stock)) == []
-    (speaker,) = (run for run in ours if run.steps)
+    (speaker,) = (heard for heard in told if heard.steps)
     assert speaker.steps == [(6 - row.whole, row.whole)]
     assert len(speaker.norms) == 6 - row.whole
     late = [iteration in speaker.norms for iteration in range(1, 7)]
@@ -151,10 +150,10 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tmp_path: Path
         for was_late, was_free, is_free in zip(late, speaker.free, speaker.free[1:], strict=False)
     ]
     assert all(was_free for was_free, was_late in zip(speaker.free, late, strict=True) if was_late)
-    assert sum(float.fromhex(i["skipped"]) for i in stock[0].record.iterations) == row.skipped
+    assert sum(float.fromhex(i["skipped"]) for i in stock) == row.skipped
     for iteration, (norm, bound) in speaker.norms.items():
         # The same squares, summed segment by segment.
-        expected = float.fromhex(stock[0].record.iterations[iteration - 1]["grad norm"])
+        expected = float.fromhex(stock[iteration - 1]["grad norm"])
         assert norm == pytest.approx(expected, rel=1e-5)
         # Two replicas: at most sqrt(2) of their mean, with some for rounding and for copies of
         # what all tensor-parallel ranks have.
@@ -181,7 +180,6 @@ def read_no_flag(argv: Sequence[str]) -> int:
 
 def test_a_late_step_in_fp16_does_not_wait_for_the_check_of_inf_and_nan() -> None:
     (row,) = (row for row in ROWS if FP16 in row.flags)
-
     assert all(run_distributed(read_no_flag, row.num_ranks, row.command(row.ours)))
 
 
@@ -195,9 +193,7 @@ def test_four_replicas_differ_from_stock_by_rounding() -> None:
         segments=1,
         dp=4,
     )
-    ours = run_distributed(train_and_listen, 4, row.command(row.ours))
-    stock = _stock(row)
-    check_losses(*_comparable(ours, stock))
+    check_losses(run_distributed(train, 4, row.command(row.ours)), stock_of(row))
 
 
 @pytest.mark.parametrize(
@@ -213,45 +209,35 @@ def test_a_checkpoint_is_that_of_stock(row: Row, saves: str, resumes: str, tmp_p
     """Save after four iterations, go on to the end, resume: both must end as stock does."""
     saved = row.command(f"{saves} {SAVES.format(folder=tmp_path)}")
     resumed = row.command(f"{resumes} {RESUMES.format(folder=tmp_path)}")
-    stock = _stock(row)
-
-    ours = run_distributed(train_and_listen, row.num_ranks, saved)
-    assert differences(*_comparable(ours, stock)) == []
+    check_records(row, run_distributed(train, row.num_ranks, saved))
     # Resume from here, and not from the end.
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    stock = [run.since(4) for run in stock]
-    ours = run_distributed(train_and_listen, row.num_ranks, resumed)
-    assert differences(*_comparable(ours, stock)) == []
+    ours = run_distributed(train, row.num_ranks, resumed)
+    assert differences(ours, as_known(ours, since(4, stock_of(row), evaluations=1))) == []
 
 
 @pytest.mark.parametrize("of", ["namespace", "optimizer"])
 def test_a_norm_above_which_steps_are_skipped_is_obeyed(of: str) -> None:
     row = Row(word="1f1b:step=next:share=0.5", flags="", pp=1, segments=1)
-    ours, stock = (
-        run_distributed(train_below_a_norm, 2, row.command(schedule), of)
+    (ours, told), (stock, _) = (
+        zip(*run_distributed(train_below_a_norm, 2, row.command(schedule), of), strict=True)
         for schedule in (row.ours, "--schedule stock")
     )
-    assert differences(*_comparable(ours, stock)) == []
-    skipped = [float.fromhex(i["skipped"]) for i in stock[0].record.iterations]
+    assert differences(ours, as_known(ours, stock)) == []
+    skipped = [float.fromhex(i["skipped"]) for i in stock[0].iterations]
     assert 0 < sum(skipped) < 6
-    (speaker,) = (run for run in ours if run.steps)
+    (speaker,) = (heard for heard in told if heard.steps)
     # A bound that is made from the beginning lets some steps be late.
     assert (speaker.steps == [(0, 6)]) == (of == "optimizer")
 
 
 def test_an_iteration_that_is_run_again_counts_once() -> None:
-    row = Row(word=f"{AIAO}:share=0.5", flags="--bf16", clip=2.2)
-    ours, runs = zip(
-        *run_distributed(train_each_iteration_twice, 4, row.command(row.ours)), strict=True
-    )
-    assert runs == (12, 12, 12, 12)
-    assert differences(*_comparable(ours, _stock(row))) == []
+    assert compared(SAVED, train_each_iteration_twice) == (12, 12, 12, 12)
 
 
 def test_shares_may_change_from_one_iteration_to_the_next() -> None:
     row = Row(word=f"{AIAO}:share=0.5", flags="", clip=2.2)
-    ours = run_distributed(train_with_changing_shares, 4, row.command(row.ours))
-    assert differences(*_comparable(ours, _stock(row))) == []
+    check_records(row, run_distributed(train_with_changing_shares, 4, row.command(row.ours)))
 
 
 @pytest.mark.parametrize(
@@ -265,11 +251,7 @@ def test_shares_may_change_from_one_iteration_to_the_next() -> None:
 def test_shares_that_follow_measured_times_change_no_result(
     word: str, flags: str, clip: float
 ) -> None:
-    row = Row(word=word, flags=flags, clip=clip)
-    trained, decided = zip(
-        *run_distributed(train_and_decide, 4, row.command(row.ours)), strict=True
-    )
-    assert differences(*_comparable(trained, _stock(row))) == []
+    decided = compared(Row(word=word, flags=flags, clip=clip), train_and_decide)
     # One rank tells the shares of all four stages, and of what.
     assert [len(told) for told in decided] == [1, 0, 0, 0]
     measured, _, choice, nothing = decided[0][0].splitlines()
@@ -283,71 +265,51 @@ def test_shares_that_follow_measured_times_change_no_result(
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What one rank saw and what it logged."""
+    """What one rank logged of its steps."""
 
-    record: Record
     norms: dict[int, tuple[float, float]]  # by iteration, with their bounds
     steps: list[tuple[int, int]]
     free: list[bool]  # by iteration, whether steps may be due at its end
 
-    def since(self, iteration: int) -> "Heard":
-        """Return the run without its first iterations and its first evaluation."""
-        record = replace(
-            self.record,
-            iterations=self.record.iterations[iteration:],
-            evaluations=self.record.evaluations[1:],
-        )
-        return replace(self, record=record)
 
-
-def train_each_iteration_twice(argv: Sequence[str]) -> tuple[Heard, int]:
+def train_each_iteration_twice(argv: Sequence[str]) -> tuple[Record, int]:
     """Train; with how often an iteration was run."""
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
     from megatron.fold3d.runtime.executor import Executor
 
     # There is a flag for it, but it spells the mode in another way than the enumeration.
-    init, run, runs = RerunStateMachine.__init__, Executor.__call__, [0]
+    init, runs = RerunStateMachine.__init__, []
 
     def report(self: RerunStateMachine, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **{**kwargs, "mode": RerunMode.REPORT_DETERMINISM_STATS})
 
-    def counted(self: Executor, *, forward_only: bool = False, **kwargs: Any) -> Any:
-        runs[0] += not forward_only
-        return run(self, forward_only=forward_only, **kwargs)
-
     RerunStateMachine.__init__ = report
-    Executor.__call__ = counted
-    return train_and_listen(argv), runs[0]
+    watch(Executor, "__call__", lambda *_, forward_only=False, **__: runs.append(not forward_only))
+    return train(argv), sum(runs)
 
 
-def train_below_a_norm(argv: Sequence[str], of: str) -> "Heard":
+def train_below_a_norm(argv: Sequence[str], of: str) -> tuple[Record, Heard]:
     """Train with a threshold that Megatron 0.19.2 has no flag for."""
     from megatron.core.optimizer import ChainedOptimizer
 
     from megatron.fold3d.training import launch
 
+    def in_namespace(parser: Any) -> None:
+        parser.set_defaults(grad_norm_skip_threshold=SKIPPED_ABOVE)
+
+    def in_optimizers(_: ChainedOptimizer, optimizers: Any) -> None:
+        for optimizer in optimizers:
+            optimizer.config.grad_norm_skip_threshold = SKIPPED_ABOVE
+
     if of == "namespace":
-        add_arguments = launch.add_arguments
-
-        def add(parser: Any) -> Any:
-            parser.set_defaults(grad_norm_skip_threshold=SKIPPED_ABOVE)
-            return add_arguments(parser)
-
-        launch.add_arguments = add
+        watch(launch, "add_arguments", in_namespace)
     else:
-        init = ChainedOptimizer.__init__
-
-        def chain(self: ChainedOptimizer, optimizers: Any) -> None:
-            for optimizer in optimizers:
-                optimizer.config.grad_norm_skip_threshold = SKIPPED_ABOVE
-            init(self, optimizers)
-
-        ChainedOptimizer.__init__ = chain
+        watch(ChainedOptimizer, "__init__", in_optimizers)
     return train_and_listen(argv)
 
 
-def train_with_changing_shares(argv: Sequence[str]) -> "Heard":
+def train_with_changing_shares(argv: Sequence[str]) -> Record:
     """Train with other shares of the four stages in each iteration."""
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 
@@ -358,18 +320,16 @@ def train_with_changing_shares(argv: Sequence[str]) -> "Heard":
         return decide(self, replace(job, shares=next(every)), rank)
 
     DueSteps.decide = decided
-    return train_and_listen(argv)
+    return train(argv)
 
 
-def train_and_decide(argv: Sequence[str]) -> tuple["Heard", list[str]]:
+def train_and_decide(argv: Sequence[str]) -> tuple[Record, list[str]]:
     """Train with shares that follow measured times; with what is told of them."""
-    from megatron.fold3d.runtime import auto_schedule
-
-    told = heard(auto_schedule.__name__)
-    return train_and_listen(argv), told
+    told = heard("megatron.fold3d.runtime.auto_schedule")
+    return train(argv), told
 
 
-def train_and_listen(argv: Sequence[str], traced: Path | None = None) -> Heard:
+def train_and_listen(argv: Sequence[str], traced: Path | None = None) -> tuple[Record, Heard]:
     """Train; with the norms that are logged later than the iteration's line, and the steps.
 
     With a folder for traces, also check that the rank starts what its plan says.
@@ -377,25 +337,9 @@ def train_and_listen(argv: Sequence[str], traced: Path | None = None) -> Heard:
     from megatron.fold3d.runtime.grad_sync import due_steps
 
     free: list[bool] = []
-    step = due_steps.DueSteps.step
-
-    def noted(self: due_steps.DueSteps, *args: Any, **kwargs: Any) -> Any:
-        free.append(self.is_free)
-        return step(self, *args, **kwargs)
-
-    due_steps.DueSteps.step = noted
+    watch(due_steps.DueSteps, "step", lambda due, *_, **__: free.append(due.is_free))
     said = heard(due_steps.__name__)
     record = train_as_planned(argv, traced) if traced else train(argv)
     norms = {int(f[1]): (float(f[2]), float(f[3] or "nan")) for f in map(NORM.fullmatch, said) if f}
     steps = [(int(f[1]), int(f[2])) for f in map(STEPS.fullmatch, said) if f]
-    return Heard(record, norms, steps, free)
-
-
-def _stock(row: Row) -> list[Heard]:
-    return once(train_and_listen, row.num_ranks, row.command("--schedule stock"))
-
-
-def _comparable(ours: Sequence[Heard], stock: Sequence[Heard]) -> tuple[list[Record], list[Record]]:
-    """Drop from stock's records the norms that ours did not know when the iteration ended."""
-    records = [run.record for run in ours]
-    return records, as_known(records, [run.record for run in stock])
+    return record, Heard(norms, steps, free)

@@ -9,15 +9,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.test_equal_to_stock import Row
-from tests.end_to_end.training import train
+from tests.end_to_end.training import train, watch
 from tests.training.test_run_data import write_documents
 
 pytestmark = pytest.mark.gloo
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.gloo
 ROOT = Path(__file__).parents[2]
 ABSENT = ROOT / "tests/absent"  # packages that a job may lack, and starts faster without
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-ROW = Row(segments=2)
+ROW = Row()
 AIAO = "--schedule aiao"
 MARK = "FOLD3D_TEST_JOB"  # in the environment of all processes that a job starts
 _marks: dict[int, str] = {}  # by the launcher's process id
@@ -91,18 +93,14 @@ def test_a_plan_that_cannot_run_is_refused_before_training(
 ) -> None:
     plan_file = tmp_path / "plan.txt"
     plan_file.write_text(plan)
-    _refused(Row(m=2).command(f"--schedule plan={plan_file}"), reason)
+    _refused(Row(m=2, segments=1).command(f"--schedule plan={plan_file}"), reason)
 
 
 def test_missing_data_is_refused() -> None:
     argv = [word for word in ROW.command(AIAO) if word != "--mock-data"]
-    codes, said = zip(
-        *run_distributed(_refusal_and_log, 2, [*argv, "--data-path", "1.0", "/nowhere/corpus"]),
-        strict=True,
-    )
-    assert codes == (2, 2)
-    assert "no data at /nowhere/corpus: --data-path takes" in said[0]
-    assert "arguments ---" not in said[0]  # before Megatron prints its eight hundred
+    said = said_by_refused(_refusal_and_log, [*argv, "--data-path", "1.0", "/nowhere/corpus"])
+    assert "no data at /nowhere/corpus: --data-path takes" in said
+    assert "arguments ---" not in said  # before Megatron prints its eight hundred
 
 
 def _refusal_and_log(argv: Sequence[str]) -> tuple[int, str]:
@@ -112,12 +110,11 @@ def _refusal_and_log(argv: Sequence[str]) -> tuple[int, str]:
 
 
 def test_a_missing_package_is_named_before_training() -> None:
-    argv = Row(pp=1, dp=2).command(
+    argv = Row(pp=1, dp=2, segments=1).command(
         "--schedule stock --use-distributed-optimizer --num-distributed-optimizer-instances 2"
     )
-    codes, said = zip(*run_distributed(_refusal_without_einops, 2, argv), strict=True)
-    assert codes == (2, 2)
-    _check_message(said[0], "--num-distributed-optimizer-instances 2: .*pip install einops")
+    said = said_by_refused(_refusal_without_einops, argv)
+    _check_message(said, "--num-distributed-optimizer-instances 2: .*pip install einops")
 
 
 def _refusal_without_einops(argv: Sequence[str]) -> tuple[int, str]:
@@ -130,13 +127,16 @@ def _refusal_without_einops(argv: Sequence[str]) -> tuple[int, str]:
 
 def test_what_megatron_says_of_its_optimizers_flags_is_a_refusal() -> None:
     """It looks at them when it is about to train."""
-    _refused(Row().command(f"{AIAO} --exp-avg-dtype bf16"), "exp_avg_dtype can only be fp32 when")
+    _refused(
+        Row(segments=1).command(f"{AIAO} --exp-avg-dtype bf16"),
+        "exp_avg_dtype can only be fp32 when",
+    )
 
 
 def test_groups_of_ours_take_the_timeout_that_megatron_changes_to() -> None:
     """Transfers and DP.sync have groups of their own, which Megatron does not make."""
     ours = "--schedule aiao:step=next --overlap-grad-reduce --lazy-inter-segment"
-    argv = Row(segments=2, dp=2).command(f"{ours} --distributed-timeout-seconds-after-init 1000")
+    argv = Row(dp=2).command(f"{ours} --distributed-timeout-seconds-after-init 1000")
     assert set().union(*run_distributed(_timeouts_s, 4, argv)) == {1000.0}
 
 
@@ -158,9 +158,14 @@ def test_a_part_of_the_data_without_a_document_is_refused(tmp_path: Path) -> Non
 
 
 def _refused(argv: Sequence[str], reason: str) -> None:
-    codes, said = zip(*run_distributed(_refusal, 2, argv), strict=True)
-    assert codes == (2, 2)
-    _check_message(said[0], reason)
+    _check_message(said_by_refused(_refusal, argv), reason)
+
+
+def said_by_refused(run: Callable[..., tuple[int, str]], *args: Any) -> str:
+    """Run what two ranks refuse, each with exit code 2; returns what the first says."""
+    (code, said), (other, _) = run_distributed(run, 2, *args)
+    assert (code, other) == (2, 2)
+    return said
 
 
 def _refusal(argv: Sequence[str]) -> tuple[int, str]:
@@ -213,7 +218,7 @@ def test_a_killed_rank_ends_the_job_and_all_its_processes(tmp_path: Path) -> Non
     assert re.search(r"Root Cause.*exitcode *: -9", output, re.DOTALL), output
 
 
-PAIRED = Row(pp=1, tp=2)
+PAIRED = Row(pp=1, tp=2, segments=1)
 PAIRS = "--schedule afab:pairs=on"
 
 
@@ -228,19 +233,15 @@ def _fail_in_fourth_micro_batch(argv: Sequence[str]) -> None:
     """Train, but on rank 1 fail behind the first layer of the second pair's second micro-batch."""
     from megatron.core.transformer import transformer_layer
 
-    layer, count = transformer_layer.TransformerLayer, 0
-    forward = layer.forward
+    calls = count(1)
 
-    def failing_forward(*args: object, **kwargs: object) -> object:
-        nonlocal count
-        result = forward(*args, **kwargs)
-        count += 1
-        if count == 2 * 4 + 2:  # two micro-batches through four layers, and two through the first
+    def fail(*_: object, **__: object) -> None:
+        # Two micro-batches have passed four layers, and two the first.
+        if next(calls) == 2 * 4 + 2:
             raise RuntimeError("out of memory")
-        return result
 
     if os.environ["RANK"] == "1":
-        layer.forward = failing_forward  # type: ignore[method-assign]
+        watch(transformer_layer.TransformerLayer, "forward", after=fail)
     train(argv)
 
 

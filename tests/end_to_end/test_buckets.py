@@ -7,13 +7,13 @@ import pytest
 
 from tests.distributed import run_distributed
 from tests.end_to_end.test_equal_to_stock import BUCKETS, Row
-from tests.end_to_end.training import train
+from tests.end_to_end.training import train, watch
 
 pytestmark = pytest.mark.gloo
 
 
 def test_hooks_start_every_bucket_on_every_rank_and_segment() -> None:
-    row = Row(segments=2, dp=2, flags=f"--overlap-grad-reduce {BUCKETS} --num-layers 8")
+    row = Row(dp=2, flags=f"--overlap-grad-reduce {BUCKETS} --num-layers 8")
     for started in run_distributed(buckets_that_hooks_started, 4, row.command(row.ours)):
         counted, *hooked = started
         # Two layers of 12 thousand parameters, and at either end some thousand of embeddings.
@@ -28,13 +28,11 @@ def buckets_that_hooks_started(argv: Sequence[str]) -> list[list[tuple[int, int]
     from megatron.fold3d.runtime.grad_sync.dp_sync import DPSync
 
     seen: list[tuple[int, int]] = []
-    complete = DPSync.complete
 
-    def watched(self: Any, segment: int) -> None:
-        groups = self._chunks[segment].bucket_groups
+    def note(dp_sync: DPSync, segment: int) -> None:
+        groups: Any = dp_sync._chunks[segment].bucket_groups
         seen.append((sum(g.grad_reduce_handle is not None for g in groups), len(groups)))
-        complete(self, segment)
 
-    DPSync.complete = watched  # type: ignore[method-assign]
+    watch(DPSync, "complete", note)
     train(argv)
     return [seen[start : start + 2] for start in range(0, len(seen), 2)]

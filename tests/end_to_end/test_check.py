@@ -85,8 +85,7 @@ def test_what_auto_would_try_is_told_without_a_gpu() -> None:
 )
 def test_what_cannot_begin_is_refused_with_exit_code_2(flags: str, reason: str) -> None:
     argv = FLAGS.replace("--max-position-embeddings 1024", "--max-position-embeddings 65536")
-    ((code, out, err),) = run_distributed(_run, 1, None, f"{argv} {flags}".split())
-    assert (code, out) == (2, "")
+    err = _refused(f"{argv} {flags}".split())
     assert re.search(f"pretrain_gpt.py: error: .*{reason}", err, re.DOTALL), err
     assert "Traceback" not in err
 
@@ -103,11 +102,9 @@ def test_tensor_parallelism_takes_many_queues_and_preemption() -> None:
 
 def test_before_blackwell_many_queues_and_user_buffers_exclude_each_other() -> None:
     argv = f"{SPLIT} --tp-comm-overlap --check"
-    ((code, out, err),) = run_distributed(_run, 1, None, argv.split(), MANY_QUEUES)
-    assert (code, out) == (2, "")
-    assert err.startswith(
-        "pretrain_gpt.py: error: --tp-comm-overlap with CUDA_DEVICE_MAX_CONNECTIONS=32: "
-    )
+    err = _refused(argv.split(), MANY_QUEUES)
+    found = "--tp-comm-overlap with CUDA_DEVICE_MAX_CONNECTIONS=32: "
+    assert err.startswith(f"pretrain_gpt.py: error: {found}")
     assert err.endswith("drop --tp-comm-overlap, or give CUDA_DEVICE_MAX_CONNECTIONS=1\n")
     _passed(f"{argv} b200x16".split(), MANY_QUEUES)
 
@@ -156,17 +153,23 @@ def test_a_script_of_ones_own_ends_where_it_would_begin(tmp_path: Path) -> None:
         "raise SystemExit('it went on')\n"
     )
     argv = f"{FLAGS} --segments 2 --check".replace("--tokenizer-type NullTokenizer", "")
-    ((code, out, err),) = run_distributed(_run, 1, str(script), argv.split())
-    assert code == 0, err
+    out = _passed(argv.split(), script=str(script))
     assert out.startswith("can begin: 2 ranks, dp=1 pp=2\nplan: aiao, 2 ranks, 2 segments, 64 ")
     assert out.splitlines()[-1].startswith("no prediction of time; --check CLUSTER")
 
 
-def _passed(*arguments: Any) -> str:
-    """Return what a check of ``pretrain_gpt.py`` prints; it passes."""
-    ((code, out, err),) = run_distributed(_run, 1, None, *arguments)
+def _passed(*arguments: Any, script: str | None = None) -> str:
+    """Return what a check of ``pretrain_gpt.py``, or of a script, prints; it passes."""
+    ((code, out, err),) = run_distributed(_run, 1, script, *arguments)
     assert code == 0, err
     return str(out)
+
+
+def _refused(*arguments: Any) -> str:
+    """Return why a check of ``pretrain_gpt.py`` refuses a job."""
+    ((code, out, err),) = run_distributed(_run, 1, None, *arguments)
+    assert (code, out) == (2, "")
+    return str(err)
 
 
 def _run(

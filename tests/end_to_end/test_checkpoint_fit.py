@@ -12,7 +12,7 @@ from tests.end_to_end.training import train
 
 pytestmark = pytest.mark.gloo
 
-ROW = Row(segments=2, m=2, flags="--num-layers 4 --hidden-size 16 --eval-iters 0")
+ROW = Row(m=2, flags="--num-layers 4 --hidden-size 16 --eval-iters 0")
 SAVE = "--schedule aiao --save-interval 2 --save"
 
 

@@ -1,6 +1,5 @@
 """A checkpoint is a state of training, whichever schedule wrote it or goes on from it."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,26 +7,38 @@ import pytest
 import torch
 
 from tests.distributed import run_distributed
-from tests.end_to_end.test_equal_to_stock import OVERLAP, UNTIED, Row
-from tests.end_to_end.training import Record, differences, merged, train
+from tests.end_to_end.test_equal_to_stock import OVERLAP, UNTIED, ZERO, Row
+from tests.end_to_end.test_param_shards import train_poisoned
+from tests.end_to_end.training import differences, merged, since, train
 
 pytestmark = pytest.mark.gloo
 
 STOCK, AIAO = "--schedule stock", "--schedule aiao"
 
 
-ROWS = (
-    Row(segments=2),
-    Row(
-        segments=2,
-        dp=2,
-        flags=f"{OVERLAP} --bf16 --async-save --ckpt-fully-parallel-load",
-    ),
+DELTA = "--delta-param-gather on"
+ROWS = (Row(), Row(dp=2, flags=f"{OVERLAP} --bf16 --async-save --ckpt-fully-parallel-load"))
+# Freed parameters and gradients are unusable.
+IN_SHARDS = Row(
+    segments=3,
+    dp=2,
+    m=2,
+    flags=f"{OVERLAP} --bf16 --num-layers 6 --async-save",
+    reference=train_poisoned,
 )
+ALONE = Row(pp=1, dp=2, m=2, flags=f"{OVERLAP} --bf16", segments=1)
+CODED = Row(dp=2, flags=f"{OVERLAP} --bf16")
+SHARDS = f"{AIAO} --shard-segments gradients"
+REPLICATED = "--schedule 1f1b:optimizer=replicated@0"
 CASES = (
     (ROWS[0], AIAO, STOCK),
     *((ROWS[1], *pair) for pair in ((AIAO, STOCK), (STOCK, AIAO))),
-    (Row(segments=2, flags="--ckpt-format torch"), AIAO, STOCK),
+    (Row(flags="--ckpt-format torch"), AIAO, STOCK),
+    (Row(flags=ZERO, segments=1), STOCK, STOCK),  # in 32 bits, on CPUs
+    *((IN_SHARDS, *pair) for pair in ((SHARDS, STOCK), (STOCK, SHARDS))),
+    *((ALONE, *pair) for pair in ((REPLICATED, STOCK), (STOCK, REPLICATED))),
+    (CODED, STOCK, f"{AIAO} {DELTA}"),
+    (CODED, f"{AIAO} {DELTA}", f"{STOCK} {DELTA}"),
 )
 
 
@@ -39,36 +50,19 @@ def resuming(row: Row, schedule: str, folder: Path) -> tuple[str, ...]:
     return row.command(f"{schedule} --load {folder} --ckpt-step 2")
 
 
-def check_resumed(
-    row: Row,
-    saves: str,
-    resumes: str,
-    folder: Path,
-    train: Callable[[Sequence[str]], Record] = train,
-) -> None:
-    """Train and save after two of four iterations, and go on from there in another run."""
-    whole = run_distributed(train, row.num_ranks, saving(row, saves, folder))
-    resumed = run_distributed(train, row.num_ranks, resuming(row, resumes, folder))
-    assert len(resumed[0].iterations) == 2
-    assert differences(resumed, since(2, whole)) == []
-
-
-def since(iteration: int, whole: Sequence[Record]) -> list[Record]:
-    """Return runs without their first iterations."""
-    return [replace(record, iterations=record.iterations[iteration:]) for record in whole]
-
-
 @pytest.mark.parametrize(("row", "saves", "resumes"), CASES, ids=str)
 def test_a_resumed_run_ends_as_the_uninterrupted_one(
     row: Row, saves: str, resumes: str, tmp_path: Path
 ) -> None:
-    check_resumed(row, saves, resumes, tmp_path)
+    """One saves after two of four iterations, and another goes on from there."""
+    whole = run_distributed(row.reference, row.num_ranks, saving(row, saves, tmp_path))
+    resumed = run_distributed(row.reference, row.num_ranks, resuming(row, resumes, tmp_path))
+    assert len(resumed[0].iterations) == 2
+    assert differences(resumed, since(2, whole)) == []
 
 
 # Where they are aligned, stock reduces all segments but the last into shards, and saves those.
-SAVES_GRADIENTS = Row(
-    segments=2, dp=2, m=2, flags=f"{OVERLAP} --no-align-grad-reduce --save-wgrads-interval 2"
-)
+SAVES_GRADIENTS = Row(dp=2, m=2, flags=f"{OVERLAP} --no-align-grad-reduce --save-wgrads-interval 2")
 
 
 def test_saved_weight_gradients_are_those_of_stock(tmp_path: Path) -> None:
@@ -96,22 +90,17 @@ def test_fewer_micro_batches_than_ranks_in_segments_go_on_as_stock_would_in_one(
     # not. Other chunks draw other weights, so both start from a checkpoint, and they sum the norm
     # in another order, so it clips nothing; layers are compared by their number in the model.
     row = Row(pp=4, segments=1, m=2, flags=f"{UNTIED} --clip-grad 0 --num-layers 8")
-    saving = row.command(f"{STOCK} --save {tmp_path} --save-interval 2")
-    resuming = replace(row, segments=2).command(f"{AIAO} --load {tmp_path} --ckpt-step 2")
-    whole = run_distributed(train, 4, saving)
-    resumed = run_distributed(train, 4, resuming)
+    whole = run_distributed(train, 4, saving(row, STOCK, tmp_path))
+    resumed = run_distributed(train, 4, resuming(replace(row, segments=2), AIAO, tmp_path))
 
     assert merged(resumed) == merged(since(2, whole))
 
 
-KNOWS_ITS_SIZES = Row(segments=2, word="aiao:wgrad=last@1 --lazy-inter-segment")
+KNOWS_ITS_SIZES = Row(word="aiao:wgrad=last@1 --lazy-inter-segment")
 SIZES = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
-    *(
-        "--max-position-embeddings",
-        "--pipeline-model-parallel-size",
-        "--tensor-model-parallel-size",
-    ),
+    *("--max-position-embeddings", "--pipeline-model-parallel-size"),
+    "--tensor-model-parallel-size",
 )
 
 
@@ -127,9 +116,7 @@ def without_sizes(row: Row, folder: Path) -> tuple[str, ...]:
 
 def test_sizes_that_only_the_checkpoint_knows_are_those_of_the_run(tmp_path: Path) -> None:
     row = KNOWS_ITS_SIZES
-    whole = run_distributed(
-        train, 2, row.command(f"{row.ours} --save {tmp_path} --save-interval 2")
-    )
+    whole = run_distributed(train, 2, saving(row, row.ours, tmp_path))
     resumed = run_distributed(train, 2, without_sizes(row, tmp_path))
 
     assert differences(resumed, since(2, whole)) == []

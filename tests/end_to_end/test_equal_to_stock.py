@@ -6,7 +6,7 @@ Unless a row says otherwise its model has a layer for each stage, and four at le
 """
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from megatron.fold3d.runtime.preemption.communicator import extension
 from tests.distributed import run_distributed
 from tests.end_to_end.training import (
     TINY,
+    Record,
     as_known,
     differences,
     marked,
@@ -54,7 +55,7 @@ class Row:
     flags: str = ""
     _: KW_ONLY
     pp: int = 2
-    segments: int = 1
+    segments: int = 2
     m: int = 4
     tp: int = 1
     dp: int = 1
@@ -79,7 +80,7 @@ class Row:
     @property
     def is_late(self) -> bool:
         """Whether a step may wait for the next iteration, which then knows its norm."""
-        return "step=next" in self.word
+        return "step=next" in self.word or self.word == "auto"
 
     @property
     def num_ranks(self) -> int:
@@ -132,6 +133,7 @@ EXPERTS = (
     "--disable-bias-linear"
 )
 EP = "--expert-model-parallel-size 2"
+ALLTOALL = f"{EXPERTS} --moe-token-dispatcher-type alltoall {EP}"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 DRAWN = f"{EXPERTS} --moe-input-jitter-eps 0.1 --moe-router-force-biased 0"
 PAIRS = ":pairs=on"
@@ -150,52 +152,49 @@ SLICES = "aiao:slice-bytes=4096"
 
 ROWS = (
     # Every schedule, against one run of stock for each layout.
-    Row(segments=2),
-    Row("interleaved", segments=2),
-    Row("breadth-first", segments=2),
-    Row("plan=PLAN", segments=2, plan=BY_HAND),
-    Row("afab", pp=4, m=6),
+    Row(),
+    Row("interleaved"),
+    Row("breadth-first"),
+    Row("plan=PLAN", plan=BY_HAND),
+    Row("afab", pp=4, m=6, segments=1),
     # Weight gradients apart from their backwards.
-    Row("zb-h1", f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform", dp=2, m=3),
+    Row("zb-h1", f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform", dp=2, m=3, segments=1),
     # Orders that measured times choose: one until the third iteration, another from the fourth on.
-    Row(f"interleaved{PLACED}", f"{OVERLAP} {FP16}", segments=2, dp=2),
+    Row(f"interleaved{PLACED}", f"{OVERLAP} {FP16}", dp=2),
     # What the fuzzer does not draw.
-    Row("interleaved:wgrad=gaps:held=8", "--sequence-parallel", tp=2, segments=2, repeats=True),
-    Row(f"interleaved{PAIRS}:group=4", "--sequence-parallel", tp=2, segments=2, m=8, repeats=True),
+    Row("interleaved:wgrad=gaps:held=8", "--sequence-parallel", tp=2, repeats=True),
+    Row(f"interleaved{PAIRS}:group=4", "--sequence-parallel", tp=2, m=8, repeats=True),
     # Autograd adds up the gradients of a layer's three uses; recomputed, each has its own backward.
-    Row("aiao:wgrad=behind@1", REPEATED, segments=2, m=3, stock=ONE_GROUP),
-    Row("zb-h1", f"{REPEATED} {FULL} uniform", m=3),
+    Row("aiao:wgrad=behind@1", REPEATED, m=3, stock=ONE_GROUP),
+    Row("zb-h1", f"{REPEATED} {FULL} uniform", m=3, segments=1),
     # What RMSNorm returns has strides with which not every matmul is folded.
     Row(
         "aiao:wgrad=last@0",
         "--normalization RMSNorm --swiglu --disable-bias-linear "
         f"--position-embedding-type rope {UNTIED}",
         tp=2,
-        segments=2,
         m=2,
         repeats=True,
     ),
     # Recomputation ahead of the gradient.
     Row(
-        "shifted-critical-path:recompute=early",
-        f"{DROPOUT} {FULL} uniform",
-        pp=4,
-        m=6,
+        "shifted-critical-path:recompute=early", f"{DROPOUT} {FULL} uniform", pp=4, m=6, segments=1
     ),
-    Row(
-        "aiao:wgrad=last@1:recompute=early",
-        f"{OVERLAP} --bf16 {FULL} block {TWO_LAYERS}",
-        segments=2,
-        dp=2,
-    ),
+    Row("aiao:wgrad=last@1:recompute=early", f"{OVERLAP} --bf16 {FULL} block {TWO_LAYERS}", dp=2),
     # Pairs of micro-batches, each computed during the other's tensor-parallel collectives.
-    Row(f"1f1b{PAIRS}", f"--overlap-grad-reduce {BUCKETS} {SELECTIVE} {UNTIED}", pp=1, tp=2, dp=2),
+    Row(
+        f"1f1b{PAIRS}",
+        f"--overlap-grad-reduce {BUCKETS} {SELECTIVE} {UNTIED}",
+        pp=1,
+        tp=2,
+        dp=2,
+        segments=1,
+    ),
     # Reductions to shards that start between weight gradients.
-    Row("1f1b:wgrad=behind", f"{OVERLAP} --bf16 --add-qkv-bias", dp=2, m=3),
+    Row("1f1b:wgrad=behind", f"{OVERLAP} --bf16 --add-qkv-bias", dp=2, m=3, segments=1),
     Row(
         "aiao:wgrad=behind@0:wgrad=last@1",
         f"{OVERLAP} --fp16 --initial-loss-scale 64 {UNTIED} {BUCKETS} --calculate-per-token-loss",
-        segments=2,
         dp=2,
     ),
     # Recomputation early, by numbers, and in pairs.
@@ -206,135 +205,122 @@ ROWS = (
         segments=4,
         stock=ONE_GROUP,
     ),
-    Row(f"aiao{PAIRS} --offload-activations on", tp=2, m=3),
+    Row(f"aiao{PAIRS} --offload-activations on", tp=2, m=3, segments=1),
     # Sizes.
-    Row("aiao --num-virtual-stages-per-pipeline-rank 2", TWO_LAYERS, segments=2),
-    Row("aiao --num-layers-per-virtual-pipeline-stage 2", TWO_LAYERS, segments=2, repeats=True),
-    Row("interleaved", pp=4, segments=2, m=6, stock=ONE_GROUP),
+    Row("aiao --num-virtual-stages-per-pipeline-rank 2", TWO_LAYERS),
+    Row("aiao --num-layers-per-virtual-pipeline-stage 2", TWO_LAYERS, repeats=True),
+    Row("interleaved", pp=4, m=6, stock=ONE_GROUP),
     Row(
         "aiao",
         "--micro-batch-size 2 --global-batch-size 9 --decrease-batch-size-if-needed "
         "--eval-micro-batch-size 1",
+        segments=1,
     ),
     # Data parallelism.
-    Row("aiao", "--overlap-grad-reduce --ddp-num-buckets 3", segments=2, dp=2, repeats=True),
-    Row("plan=PLAN", f"{OVERLAP} --bf16", segments=2, dp=2, m=2, plan=GATHERED),
-    Row("plan=PLAN", "--overlap-grad-reduce --bf16", segments=2, dp=2, m=2, plan=SLICED),
-    Row(
-        "aiao",
-        f"{OVERLAP} --overlap-param-gather-with-optimizer-step --ckpt-format torch",
-        segments=2,
-        dp=2,
-    ),
+    Row("aiao", "--overlap-grad-reduce --ddp-num-buckets 3", dp=2, repeats=True),
+    Row("plan=PLAN", f"{OVERLAP} --bf16", dp=2, m=2, plan=GATHERED),
+    Row("plan=PLAN", "--overlap-grad-reduce --bf16", dp=2, m=2, plan=SLICED),
+    Row("aiao", f"{OVERLAP} --overlap-param-gather-with-optimizer-step --ckpt-format torch", dp=2),
     # Reductions that DDP starts, ends or copies in ways of their own.
     # Aligned, stock reduces its first batch twice.
     Row(
         "interleaved",
         f"{ZERO} --overlap-grad-reduce --num-distributed-optimizer-instances 2",
-        segments=2,
         m=2,
         dp=4,
         stock="--no-align-grad-reduce",
     ),
-    Row("aiao", f"{IN_BF16} {ZERO} --ddp-reduce-scatter-with-fp32-accumulation", pp=1, m=2, dp=2),
+    Row(
+        "aiao",
+        f"{IN_BF16} {ZERO} --ddp-reduce-scatter-with-fp32-accumulation",
+        pp=1,
+        m=2,
+        dp=2,
+        segments=1,
+    ),
     Row(
         "aiao",
         f"{OVERLAP} --bf16 --grad-reduce-in-bf16 "
         "--ddp-param-name-patterns-for-fp32-local-accumulation all",
-        segments=2,
         m=2,
         dp=2,
     ),
     # PP.sync before DP.sync: when something is sent changes, not what.
-    Row(f"{SLICES} --preemptive-comm", f"{OVERLAP} --bf16 {TWO_LAYERS}", segments=2, dp=2),
+    Row(f"{SLICES} --preemptive-comm", f"{OVERLAP} --bf16 {TWO_LAYERS}", dp=2),
     Row(
         f"{SLICES}:step=next:share=0.5 --preemptive-comm",
         f"--overlap-grad-reduce --clip-grad 0 {TWO_LAYERS}",
-        segments=2,
         dp=2,
     ),
     Row(
         f"{SLICES} --preemptive-comm --offload-activations on --lazy-inter-segment",
         f"{ZERO} --overlap-grad-reduce {SELECTIVE} {TWO_LAYERS}",
-        segments=2,
         dp=2,
     ),
     # Tensor parallelism.
-    Row("aiao", f"{FULL} uniform --distribute-saved-activations", repeats=True, segments=2, tp=2),
+    Row("aiao", f"{FULL} uniform --distribute-saved-activations", repeats=True, tp=2),
     # Context parallelism; its ranks share the reductions of gradients.
     Row(
         "aiao",
-        f"{EXPERTS} --moe-token-dispatcher-type alltoall {EP} --calculate-per-token-loss "
-        f"--bf16 {SELECTIVE}",
-        segments=2,
+        f"{ALLTOALL} --calculate-per-token-loss --bf16 {SELECTIVE}",
         cp=2,
         m=2,
     ),
     # Memory and precision.
     # With biases stock's recomputation of an MLP recurses without end
-    Row("aiao", f"{SELECTIVE} --recompute-modules core_attn mlp --disable-bias-linear", segments=2),
-    Row("aiao", "--fp16 --loss-scale 4096 --accumulate-allreduce-grads-in-fp32", segments=2),
+    Row("aiao", f"{SELECTIVE} --recompute-modules core_attn mlp --disable-bias-linear"),
+    Row("aiao", "--fp16 --loss-scale 4096 --accumulate-allreduce-grads-in-fp32"),
     # Models.
-    Row("aiao", MTP, m=2),
-    Row("aiao", f"{TWO_LAYERS} --decoder-first-pipeline-num-layers 2", repeats=True, segments=2),
-    Row("aiao", f"{TWO_LAYERS} --decoder-last-pipeline-num-layers 2", segments=2, repeats=True),
-    Row("aiao", f"{TWO_LAYERS} --pipeline-model-parallel-layout Et|ttt|tt|ttL", segments=2),
+    Row("aiao", MTP, m=2, segments=1),
+    Row("aiao", f"{TWO_LAYERS} --decoder-first-pipeline-num-layers 2", repeats=True),
+    Row("aiao", f"{TWO_LAYERS} --decoder-last-pipeline-num-layers 2", repeats=True),
+    Row("aiao", f"{TWO_LAYERS} --pipeline-model-parallel-layout Et|ttt|tt|ttL"),
     Row(
         "aiao",
         "--num-layers 6 --account-for-embedding-in-pipeline-split "
         "--account-for-loss-in-pipeline-split",
         repeats=True,
-        segments=2,
     ),
     Row(
         "aiao",
         "--swiglu --normalization RMSNorm --position-embedding-type rope "
         f"--group-query-attention --num-query-groups 2 --disable-bias-linear {UNTIED}",
-        segments=2,
         m=2,
     ),
     Row(
         "aiao",
         f"{EXPERTS} --sequence-parallel --expert-tensor-parallel-size 1 "
         "--moe-router-load-balancing-type global_aux_loss --moe-layer-recompute --num-layers 4",
-        segments=2,
         tp=2,
         m=2,
         repeats=True,
     ),
     # Delayed weight gradients of modules that stand in for Transformer Engine's.
-    Row("aiao:wgrad=behind", f"{ENGINE} --overlap-grad-reduce", segments=2, dp=2, **FUSED),
-    Row(
-        "aiao:wgrad=last",
-        f"{ENGINE} --sequence-parallel {FULL} uniform",
-        segments=2,
-        tp=2,
-        **FUSED,
-    ),
+    Row("aiao:wgrad=behind", f"{ENGINE} --overlap-grad-reduce", dp=2, **FUSED),
+    Row("aiao:wgrad=last", f"{ENGINE} --sequence-parallel {FULL} uniform", tp=2, **FUSED),
     Row(
         "zb-h1",
         f"{ENGINE} {OVERLAP} --bf16",
         dp=2,
         trains=train_with_engine,
         reference=train_with_engine,
+        segments=1,
     ),
     # What should change nothing, or is told of a result.
     Row(
         "interleaved",
         "--timing-log-level 2 --overlap-p2p-communication-warmup-flush --rerun-mode disabled",
-        segments=2,
     ),
     Row(
         "aiao",
         "--multi-latent-attention --qk-layernorm --q-lora-rank 8 "
         "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6",
-        segments=2,
         m=2,
     ),
     # Dropout: masks are drawn in the order of a rank's forwards.
-    Row("aiao", DROPOUT, segments=2, stock=ONE_GROUP),
+    Row("aiao", DROPOUT, stock=ONE_GROUP),
     # In evaluation, too.
-    Row("interleaved", f"{DRAWN} --microbatch-group-size-per-virtual-pipeline-stage 4", segments=2),
+    Row("interleaved", f"{DRAWN} --microbatch-group-size-per-virtual-pipeline-stage 4"),
 )
 
 
@@ -350,22 +336,35 @@ def check(row: Row, folder: Path) -> None:
     plan_file = folder / "plan"
     plan_file.write_text(row.plan)
     ours = row.command(row.ours.replace("PLAN", str(plan_file)))
-    stock = row.command(f"--schedule stock {row.stock}")
+    check_records(row, run_distributed(row.trains, row.num_ranks, ours, folder))
+    assert len(stock_of(row)[0].iterations) >= 3
 
-    record = run_distributed(row.trains, row.num_ranks, ours, folder)
 
-    expected = once(row.reference, row.num_ranks, stock)
-    assert differences(record, as_known(record, expected) if row.is_late else expected) == []
-    assert len(expected[0].iterations) >= 3
+def compared(row: Row, train: Callable[..., tuple[Record, Any]], *args: Any) -> tuple[Any, ...]:
+    """Train and compare as `check`, without a plan; returns what ranks tell beside their record."""
+    found = run_distributed(train, row.num_ranks, row.command(row.ours), *args)
+    records, told = zip(*found, strict=True)
+    check_records(row, records)
+    return told
+
+
+def check_records(row: Row, records: Sequence[Record]) -> None:
+    """Compare what ranks have recorded with what the row's reference records."""
+    stock = stock_of(row)
+    assert differences(records, as_known(records, stock) if row.is_late else stock) == []
+
+
+def stock_of(row: Row) -> list[Record]:
+    """Return what the row's reference records."""
+    return once(row.reference, row.num_ranks, row.command(f"--schedule stock {row.stock}"))
 
 
 def test_another_order_of_backwards_would_be_seen(tmp_path: Path) -> None:
     # Last in, first out, as torch's ScheduleLoopedBFS: the same sums in another order.
     plan_file = tmp_path / "plan"
     plan_file.write_text("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0\n1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0")
-    row = Row()
+    row = Row(segments=1)
     ours = run_distributed(train, 2, row.command(f"--schedule plan={plan_file}"))
-    stock = once(train, 2, row.command("--schedule stock"))
-
+    stock = stock_of(row)
     assert ours[1].iterations[0]["lm loss"] == stock[1].iterations[0]["lm loss"]
     assert differences(ours, stock) != []

@@ -1,5 +1,6 @@
 """A model that Megatron builds of imported flags computes what `transformers` computes."""
 
+import re
 from typing import Any
 from unittest.mock import patch
 
@@ -108,7 +109,6 @@ def _largest_differences() -> dict[str, str]:
 
 
 def _difference(family: str, number: int) -> str:
-    import os
     import sys
     from contextlib import ExitStack
 
@@ -132,9 +132,7 @@ def _difference(family: str, number: int) -> str:
 
     sys.argv = ["script", *megatron_flags(config.to_dict()), *REST.split()]
     with ExitStack() as patched:
-        if (
-            family == "gpt_oss"
-        ):  # which no CPU trains: biases of experts, and masks that are on a GPU
+        if family == "gpt_oss":  # no CPU trains it: biases of experts, and masks on a GPU
             patched.enter_context(patch("fold3d_patches.cpu.flags.check"))
             mask_of = "megatron.core.fusions.fused_softmax.get_sliding_window_causal_mask"
             patched.enter_context(patch(mask_of, _outside_window))
@@ -148,7 +146,7 @@ def _difference(family: str, number: int) -> str:
         ours.eval()
         state = _as_megatrons(theirs.state_dict(), config.to_dict())
         expected = {name for name in ours.state_dict() if not name.endswith("_extra_state")}
-        assert state.keys() == expected, (state.keys() ^ expected, os.getpid())
+        assert state.keys() == expected, state.keys() ^ expected
         ours.load_state_dict(state, strict=False)
         mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
         with torch.no_grad():
@@ -167,98 +165,60 @@ def _outside_window(queries: int, keys: int, window: tuple[int, int]) -> torch.T
     return ~seen.triu(keys - queries - window[0]).tril(keys - queries + window[1])
 
 
+# Parts of names for which Megatron has others.
+NAMES = {
+    "model.embed_tokens": "embedding.word_embeddings",
+    "model.layers": "decoder.layers",
+    "model.norm": "decoder.final_layernorm",
+    "lm_head": "output_layer",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "self_attn": "self_attention",
+    "o_proj": "linear_proj",
+    "sinks": "core_attention.softmax_offset",
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
+    "q_a_proj": "linear_q_down_proj",
+    "q_a_layernorm": "q_layernorm",
+    "q_b_proj": "linear_q_up_proj",
+    "kv_a_proj_with_mqa": "linear_kv_down_proj",
+    "kv_a_layernorm": "kv_layernorm",
+    "kv_b_proj": "linear_kv_up_proj",
+    "down_proj": "linear_fc2",
+    "gate": "router",
+    "e_score_correction_bias": "expert_bias",
+}
+_PART = re.compile(rf"\b({'|'.join(NAMES)})\b")
+
+
 def _as_megatrons(state: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, Any]:
     """Name and arrange weights as Megatron's GPT does."""
-    found = {
-        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": state["model.norm.weight"],
-    }
-    if not config["tie_word_embeddings"]:
-        found["output_layer.weight"] = state["lm_head.weight"]
-    for layer in range(config["num_hidden_layers"]):
-        a, b = f"model.layers.{layer}", f"decoder.layers.{layer}"
-        found[f"{b}.input_layernorm.weight"] = state[f"{a}.input_layernorm.weight"]
-        found[f"{b}.pre_mlp_layernorm.weight"] = state[f"{a}.post_attention_layernorm.weight"]
-        found[f"{b}.self_attention.linear_proj.weight"] = state[f"{a}.self_attn.o_proj.weight"]
-        found |= _attention(state, f"{a}.self_attn", f"{b}.self_attention", config)
-        if f"{a}.self_attn.sinks" in state:
-            bias, sinks = state[f"{a}.self_attn.o_proj.bias"], state[f"{a}.self_attn.sinks"]
-            found[f"{b}.self_attention.linear_proj.bias"] = bias
-            found[f"{b}.self_attention.core_attention.softmax_offset"] = sinks
-        found |= _gated(state, f"{a}.mlp", f"{b}.mlp")
-        found |= _gated(state, f"{a}.mlp.shared_experts", f"{b}.mlp.shared_experts")
-        if f"{a}.mlp.gate.weight" in state:
-            found |= _experts(state, f"{a}.mlp", f"{b}.mlp")
-        if f"{a}.mlp.router.weight" in state:
-            found |= _experts_with_biases(state, f"{a}.mlp", f"{b}.mlp")
+    found = {_PART.sub(lambda part: NAMES[part[0]], name): value for name, value in state.items()}
+    if config["tie_word_embeddings"]:
+        del found["output_layer.weight"]
+    for name in [*found]:
+        if ".experts." in name:
+            are_transposed = config["model_type"] == "gpt_oss"
+            found |= _experts(name, found.pop(name), are_transposed=are_transposed)
+        elif "q_proj" in name:  # the heads of a group stand together
+            parts = [found.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+            groups = [part.unflatten(0, (config["num_key_value_heads"], -1)) for part in parts]
+            whole = torch.cat(groups, dim=1).flatten(0, 1)
+            found[name.replace("q_proj", "linear_qkv")] = whole
+        elif "gate_proj" in name:
+            both = found.pop(name), found.pop(name.replace("gate_proj", "up_proj"))
+            found[name.replace("gate_proj", "linear_fc1")] = torch.cat(both)
     return found
 
 
-def _attention(
-    state: dict[str, torch.Tensor], theirs: str, ours: str, config: dict[str, Any]
-) -> dict[str, torch.Tensor]:
-    if "kv_lora_rank" in config:
-        names = {
-            "q_a_proj": "linear_q_down_proj",
-            "q_a_layernorm": "q_layernorm",
-            "q_b_proj": "linear_q_up_proj",
-            "kv_a_proj_with_mqa": "linear_kv_down_proj",
-            "kv_a_layernorm": "kv_layernorm",
-            "kv_b_proj": "linear_kv_up_proj",
-        }
-        return {f"{ours}.{b}.weight": state[f"{theirs}.{a}.weight"] for a, b in names.items()}
+def _experts(name: str, weights: torch.Tensor, *, are_transposed: bool) -> dict[str, torch.Tensor]:
+    """The weights or biases of all experts, those of gpt-oss with each gate beside its input."""
+    layer, _, part = name.partition(".experts.")
+    linear = "linear_fc1" if part.startswith("gate_up") else "linear_fc2"
+    kind = "bias" if part.endswith("bias") else "weight"
     found = {}
-    for kind in ("weight", "bias"):  # the heads of a group stand together
-        if f"{theirs}.q_proj.{kind}" in state:
-            parts = (
-                state[f"{theirs}.{name}_proj.{kind}"].unflatten(
-                    0, (config["num_key_value_heads"], -1)
-                )
-                for name in "qkv"
-            )
-            found[f"{ours}.linear_qkv.{kind}"] = torch.cat([*parts], dim=1).flatten(0, 1)
-    for name in "qk":
-        if f"{theirs}.{name}_norm.weight" in state:
-            found[f"{ours}.{name}_layernorm.weight"] = state[f"{theirs}.{name}_norm.weight"]
-    return found
-
-
-def _gated(state: dict[str, torch.Tensor], theirs: str, ours: str) -> dict[str, torch.Tensor]:
-    """The weights of a gated layer; none if there is no such layer."""
-    if f"{theirs}.gate_proj.weight" not in state:
-        return {}
-    gate, up = (state[f"{theirs}.{name}_proj.weight"] for name in ("gate", "up"))
-    return {
-        f"{ours}.linear_fc1.weight": torch.cat([gate, up]),
-        f"{ours}.linear_fc2.weight": state[f"{theirs}.down_proj.weight"],
-    }
-
-
-def _experts(state: dict[str, torch.Tensor], theirs: str, ours: str) -> dict[str, torch.Tensor]:
-    found = {f"{ours}.router.weight": state[f"{theirs}.gate.weight"]}
-    if f"{theirs}.gate.e_score_correction_bias" in state:
-        found[f"{ours}.router.expert_bias"] = state[f"{theirs}.gate.e_score_correction_bias"]
-    of_both = zip(
-        state[f"{theirs}.experts.gate_up_proj"], state[f"{theirs}.experts.down_proj"], strict=True
-    )
-    for expert, (gate_and_up, down) in enumerate(of_both):
-        of_expert = f"{ours}.experts.local_experts.{expert}"
-        found[f"{of_expert}.linear_fc1.weight"] = gate_and_up
-        found[f"{of_expert}.linear_fc2.weight"] = down
-    return found
-
-
-def _experts_with_biases(
-    state: dict[str, torch.Tensor], theirs: str, ours: str
-) -> dict[str, torch.Tensor]:
-    """Those of gpt-oss, which lie transposed, each gate beside its input."""
-    found = {f"{ours}.router.{k}": state[f"{theirs}.router.{k}"] for k in ("weight", "bias")}
-    for expert in range(len(found[f"{ours}.router.bias"])):
-        for name, linear in (("gate_up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):
-            of_expert = f"{ours}.experts.local_experts.{expert}.{linear}"
-            weight = state[f"{theirs}.experts.{name}"][expert].T
-            bias = state[f"{theirs}.experts.{name}_bias"][expert]
-            if linear == "linear_fc1":
-                weight, bias = (torch.cat([t[::2], t[1::2]]) for t in (weight, bias))
-            found |= {f"{of_expert}.weight": weight, f"{of_expert}.bias": bias}
+    for expert, own in enumerate(weights):
+        if are_transposed:
+            own = own.t()
+            own = torch.cat([own[::2], own[1::2]]) if linear == "linear_fc1" else own
+        found[f"{layer}.experts.local_experts.{expert}.{linear}.{kind}"] = own
     return found

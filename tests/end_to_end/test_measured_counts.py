@@ -6,35 +6,21 @@ from collections.abc import Sequence
 import pytest
 
 from tests.distributed import RankError, run_distributed
-from tests.end_to_end.test_equal_to_stock import DROPOUT, ONE_GROUP, Row
-from tests.end_to_end.training import Record, differences, heard, train
+from tests.end_to_end.test_equal_to_stock import DROPOUT, ONE_GROUP, Row, compared
+from tests.end_to_end.training import Record, heard, train
 
 pytestmark = pytest.mark.gloo
 
 AUTO = "--recompute-layers auto --activation-memory-bytes"
 ROWS = (
-    Row(
-        segments=2,
-        flags=f"{DROPOUT} --num-layers 8",
-        word=f"aiao:recompute=early@0 {AUTO} 260000",
-        stock=ONE_GROUP,
-    ),
-    Row(
-        tp=2,
-        m=2,
-        flags="--sequence-parallel --bf16 --num-layers 8",
-        word=f"1f1b {AUTO} 60000",
-    ),
+    Row(f"aiao:recompute=early@0 {AUTO} 260000", f"{DROPOUT} --num-layers 8", stock=ONE_GROUP),
+    Row(f"1f1b {AUTO} 60000", "--sequence-parallel --bf16 --num-layers 8", tp=2, m=2, segments=1),
 )
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_results_are_those_of_stock_and_the_peak_is_as_predicted(row: Row) -> None:
-    runs = run_distributed(train_and_listen, row.num_ranks, row.command(row.ours))
-    stock = run_distributed(train, row.num_ranks, row.command(f"--schedule stock {row.stock}"))
-
-    assert differences([record for record, _ in runs], stock) == []
-    lines = runs[0][1]
+    lines, *_ = compared(row, train_and_listen)
     assert len(lines) == 2, lines
     counts, _, most, limits = numbers(lines[0])
     measured, predicted = numbers(lines[1])[-2:]
@@ -46,7 +32,7 @@ def test_results_are_those_of_stock_and_the_peak_is_as_predicted(row: Row) -> No
 
 
 def test_too_little_memory_names_the_rank_and_the_bytes() -> None:
-    row = Row(word=f"aiao {AUTO} 3")
+    row = Row(word=f"aiao {AUTO} 3", segments=1)
     with pytest.raises(RankError, match=r"auto: rank 0: found \d+ bytes with all .* 3 bytes of"):
         run_distributed(train, row.num_ranks, row.command(row.ours))
 

@@ -13,8 +13,8 @@ from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.passes.transfers import RECEIVES_AHEAD
 from megatron.fold3d.plan.schedules import build
 from tests.distributed import RankError, run_distributed
-from tests.end_to_end.test_equal_to_stock import EXPERTS, FULL, SELECTIVE, TWO_LAYERS, Row
-from tests.end_to_end.training import Record, differences, once, train
+from tests.end_to_end.test_equal_to_stock import EXPERTS, FULL, SELECTIVE, TWO_LAYERS, Row, compared
+from tests.end_to_end.training import Record, train, watch
 
 pytestmark = pytest.mark.gloo
 
@@ -29,27 +29,15 @@ RAMP_UP = (
 )
 
 # Recomputation is of ours alone: it gives stock's bits, as `test_equal_to_stock` shows.
-ROW = Row(f"aiao {ON}", TWO_LAYERS, segments=2, m=6)
-DEEP = replace(
-    ROW,
-    word=f"aiao {FULL_UNIFORM} {ON} {LAZY}",
-    flags=f"{TWO_LAYERS} --bf16",
-    segments=4,
-    m=4,
-)
+ROW = Row(f"aiao {ON}", TWO_LAYERS, m=6)
+DEEP = Row(f"aiao {FULL_UNIFORM} {ON} {LAZY}", f"{TWO_LAYERS} --bf16", segments=4)
 ROWS = (
     ROW,
     replace(ROW, word=f"afab {SELECTIVE} {ON}"),
     replace(ROW, word=f"aiao {FULL_UNIFORM} {AUTO}"),
     replace(ROW, word=f"aiao {LAZY}"),
     DEEP,
-    replace(
-        ROW,
-        word=f"aiao {SELECTIVE} {ON} {LAZY}",
-        flags=f"{TWO_LAYERS} --sequence-parallel",
-        tp=2,
-        m=4,
-    ),
+    Row(f"aiao {SELECTIVE} {ON} {LAZY}", f"{TWO_LAYERS} --sequence-parallel", tp=2),
     replace(ROW, word=f"aiao {ON} {LAZY}", flags=f"{TWO_LAYERS} {RAMP_UP}"),
     replace(
         ROW,
@@ -71,11 +59,7 @@ def peaks(row: Row, depth: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
     depth = 2 if row is DEEP else 1  # computations that a copy has, from the third iteration on
-    runs = run_distributed(train_and_count, row.num_ranks, row.command(row.ours), depth)
-
-    stock = once(train, row.num_ranks, row.command("--schedule stock"))
-    assert differences([record for record, _ in runs], stock) == []
-    for rank, (_, counts) in enumerate(runs):
+    for rank, counts in enumerate(compared(row, train_and_count, depth)):
         assert counts.peak == peaks(row, depth)[rank // row.tp]
         assert (counts.sent_lazily > 0) == (LAZY in row.word)
         # Beside the one that is needed next; else up to m - p + 1 of them wait on the device.
@@ -143,35 +127,33 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     offloader.choose_offload = chosen
 
     counts = Counts([])
-    run, forward, post = Executor.__call__, Iteration.forward, P2P.post
-    prepare, send = Offloader.prepare, HostLink.send
     offloaders: list[Offloader] = []
 
-    def counted_run(self: Executor, *, forward_only: bool = False, **kwargs: Any) -> Any:
+    def begin(_: Executor, *, forward_only: bool = False, **__: Any) -> None:
         if not forward_only:
             counts.peak = 0
-        return run(self, forward_only=forward_only, **kwargs)
 
-    def counted_forward(self: Iteration, action: Action) -> None:
-        forward(self, action)
-        counts.peak = max(counts.peak, len(self.saved))
+    def count_saved(_: None, iteration: Iteration, __: Action) -> None:
+        counts.peak = max(counts.peak, len(iteration.saved))
 
-    def counted_post(self: P2P, *args: Any) -> None:
-        post(self, *args)
-        counts.arriving = max(counts.arriving, len(self._arriving))
+    def count_arriving(_: None, transfers: P2P, *__: Any) -> None:
+        counts.arriving = max(counts.arriving, len(transfers._arriving))
 
-    def counted_prepare(self: Offloader, iteration: Any) -> None:
-        before = self.pool.num_growths
-        prepare(self, iteration)
-        offloaders.append(self)
-        counts.growths.append([before, self.pool.num_growths])
-
-    def counted_send(self: HostLink, *args: Any) -> None:
+    def count_sent(*_: Any) -> None:
         counts.sent_lazily += 1
-        send(self, *args)
 
-    Executor.__call__, Iteration.forward, P2P.post = counted_run, counted_forward, counted_post
-    Offloader.prepare, HostLink.send = counted_prepare, counted_send
+    def count_growths(each: Offloader, _: Any) -> None:
+        offloaders.append(each)
+        counts.growths.append([each.pool.num_growths])
+
+    def count_growths_since(_: None, each: Offloader, __: Any) -> None:
+        counts.growths[-1].append(each.pool.num_growths)
+
+    watch(Executor, "__call__", begin)
+    watch(Iteration, "forward", after=count_saved)
+    watch(P2P, "post", after=count_arriving)
+    watch(HostLink, "send", count_sent)
+    watch(Offloader, "prepare", count_growths, after=count_growths_since)
     record = train(argv)
     for each in offloaders[:1]:
         counts.growths.append([each.pool.num_growths] * 2)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_distributed
+from tests.end_to_end.test_bad_runs import said_by_refused
 from tests.end_to_end.test_equal_to_stock import ONE_GROUP
 from tests.end_to_end.training import Record, differences, recorded
 
@@ -26,19 +27,17 @@ PAGE = ROOT / "docs/quickstart.md"
 SCRIPT = Path(__file__).with_name("own_script.py")
 DEVICE, OURS = "--device cpu", "--schedule aiao --segments 2"
 (COMMAND,) = re.findall(
-    r"^torchrun --nproc-per-node 2 own_script.py (.*)$",
-    PAGE.read_text().replace("\\\n", " "),
-    re.M,
+    r"^torchrun --nproc-per-node 2 own_script.py (.*)$", PAGE.read_text().replace("\\\n", " "), re.M
 )
 FLAGS = shlex.join(shlex.split(COMMAND)).replace(OURS, "")
+UNTOUCHED = f"{FLAGS.replace(DEVICE, '')} --num-virtual-stages-per-pipeline-rank 2".split()
 ONE_GROUP_OF_4 = ONE_GROUP.format(m=4)
 
 
 def test_a_script_with_the_two_lines_of_the_page_trains_what_it_trained(tmp_path: Path) -> None:
     script = changed("Your own script", tmp_path)
-    ours = _train(script, COMMAND)
-    untouched = FLAGS.replace(DEVICE, "") + " --num-virtual-stages-per-pipeline-rank 2"
-    stock = run_distributed(_train_on_cpu, 2, str(SCRIPT), untouched.split())
+    ours = run_distributed(run_recorded, 2, str(script), COMMAND.split())
+    stock = run_distributed(_train_on_cpu, 2, str(SCRIPT), UNTOUCHED)
 
     assert ours[1].iterations[0].keys() >= {"focal loss", "grad norm"}
     assert differences(ours, stock) == []
@@ -46,14 +45,10 @@ def test_a_script_with_the_two_lines_of_the_page_trains_what_it_trained(tmp_path
 
 def test_a_script_that_parses_by_itself_takes_the_patches_later(tmp_path: Path) -> None:
     script = changed("A script that parses by itself", tmp_path)
-    untouched = FLAGS.replace(DEVICE, "") + " --num-virtual-stages-per-pipeline-rank 2"
-    ours = run_distributed(
-        _train_on_cpu, 2, str(script), [*untouched.split(), "--schedule", "breadth-first"]
-    )
-    stock = run_distributed(
-        _train_on_cpu, 2, str(SCRIPT), [*untouched.split(), *ONE_GROUP_OF_4.split()]
-    )
-
+    scheduled = [*UNTOUCHED, "--schedule", "breadth-first"]
+    ours = run_distributed(_train_on_cpu, 2, str(script), scheduled)
+    grouped = [*UNTOUCHED, *ONE_GROUP_OF_4.split()]
+    stock = run_distributed(_train_on_cpu, 2, str(SCRIPT), grouped)
     assert differences(ours, stock) == []
 
 
@@ -100,10 +95,9 @@ def test_a_mistake_ends_a_script_in_one_message(
     later = heading != "Your own script"
     argv = (FLAGS.replace(DEVICE, "") if later else FLAGS).split() + flags.split()
     script = str(changed(heading, tmp_path))
-    codes, said = zip(*run_distributed(_refusal, 2, script, argv, later), strict=True)
-    assert codes == (2, 2)
-    assert re.fullmatch(rf"own_script.py: error: .*{reason}.*\n", said[0]), said[0]
-    assert json.loads(Path(f"{script}0").read_text())["message"]["message"] + "\n" == said[0]
+    said = said_by_refused(_refusal, script, argv, later)
+    assert re.fullmatch(rf"own_script.py: error: .*{reason}.*\n", said), said
+    assert json.loads(Path(f"{script}0").read_text())["message"]["message"] + "\n" == said
 
 
 def test_what_only_a_script_can_ask_for_is_refused_before_training(tmp_path: Path) -> None:
@@ -115,13 +109,12 @@ def test_what_only_a_script_can_ask_for_is_refused_before_training(tmp_path: Pat
     text = text.replace("    pretrain(", f"{varies}    pretrain(")
     script.write_text(text)
     argv = f"{FLAGS} --schedule 1f1b".split()
-    codes, said = zip(*run_distributed(_refusal, 2, str(script), argv, False), strict=True)
-    assert codes == (2, 2)
-    assert re.findall(r"^own_script.py: error: (.*?): ", said[0], re.M) == [
+    said = said_by_refused(_refusal, str(script), argv, False)
+    assert re.findall(r"^own_script.py: error: (.*?): ", said, re.M) == [
         "variable_seq_lengths",
         "process_non_loss_data_func with --pipeline-model-parallel-size 2",
     ]
-    assert "non_loss_data_func, which all ranks call" in said[0]
+    assert "non_loss_data_func, which all ranks call" in said
 
 
 def changed(heading: str, folder: Path, script: Path = SCRIPT) -> Path:
@@ -138,11 +131,6 @@ def changed(heading: str, folder: Path, script: Path = SCRIPT) -> Path:
     result = folder / script.name
     result.write_text(text)
     return result
-
-
-def _train(script: Path, flags: str) -> list[Record]:
-    records: list[Record] = run_distributed(run_recorded, 2, str(script), flags.split())
-    return records
 
 
 def run_recorded(script: str, argv: Sequence[str]) -> Record:

@@ -6,10 +6,9 @@ gradient that another replica has the sum of.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.runtime.feature import Feature, Handler, Iteration
 from megatron.fold3d.runtime.shard_buffers import ShardBuffers
 from tests.distributed import run_distributed
-from tests.end_to_end.test_checkpoints import check_resumed
 from tests.end_to_end.test_equal_to_stock import (
     BUCKETS,
     DROPOUT,
@@ -35,7 +33,7 @@ from tests.end_to_end.test_equal_to_stock import (
     Row,
     check,
 )
-from tests.end_to_end.training import Record, train, train_as_planned
+from tests.end_to_end.training import Record, train, train_as_planned, watch
 from tests.plans import planned
 
 pytestmark = pytest.mark.gloo
@@ -44,8 +42,6 @@ MORE_AND_MORE = (  # 2, 4 and 4 micro-batches
     "--step-batch-size-schedule '0:4 64:8' --train-samples 20 --lr-decay-samples 40 "
     "--eval-global-batch-size 4"
 )
-STOCK = "--schedule stock"
-AIAO = "--schedule aiao --shard-segments weights"
 OF_GRADIENTS = "--shard-segments gradients"
 GRADIENTS = f"aiao {OF_GRADIENTS}"
 
@@ -77,14 +73,9 @@ ROWS = (
         pp=1,
         m=2,
         plan=FREED_EARLY,
+        segments=1,
     ),
-    Row(
-        "interleaved --shard-segments weights --offload-activations on",
-        OVERLAP,
-        dp=2,
-        segments=2,
-        m=2,
-    ),
+    Row("interleaved --shard-segments weights --offload-activations on", OVERLAP, dp=2, m=2),
     Row(GRADIENTS, f"{OVERLAP} {EXPERTS}", dp=2, segments=4, m=2, stock=ONE_GROUP),
     Row(
         f"{GRADIENTS} --offload-activations on",
@@ -97,20 +88,14 @@ ROWS = (
 )
 
 
-OURS = f"--schedule {GRADIENTS}"
-SAVED = Row(dp=2, segments=3, m=2, flags=f"{OVERLAP} --bf16 --num-layers 6 --async-save")
-
-
 def train_poisoned(argv: Sequence[str], traced: Path | None = None) -> Record:
     """Train with storage that is NaN when it is allocated again; see `train_as_planned`."""
-    allocate = ShardBuffers._allocate
 
-    def poisoned(self: ShardBuffers, segment: int) -> None:
-        allocate(self, segment)
-        for buffer in self._buffers(segment):
+    def poison(_: None, buffers: ShardBuffers, segment: int) -> None:
+        for buffer in buffers._buffers(segment):
             buffer.fill_(float("nan"))
 
-    ShardBuffers._allocate = poisoned  # type: ignore[method-assign]
+    watch(ShardBuffers, "_allocate", after=poison)
     return train_as_planned(argv, traced) if traced else train(argv)
 
 
@@ -142,13 +127,9 @@ def count(argv: Sequence[str]) -> Counted:
     counted = Counted()
     make_table = executor._table
 
-    def counting(collective: Callable[..., Any], whole: int) -> Callable[..., Any]:
-        def run(*tensors: torch.Tensor, **kwargs: Any) -> Any:
-            if counted.sent:
-                counted.sent[-1] += tensors[whole].nbytes
-            return collective(*tensors, **kwargs)
-
-        return run
+    def add(whole: torch.Tensor) -> None:
+        if counted.sent:
+            counted.sent[-1] += whole.nbytes
 
     def table(features: Sequence[Feature], iteration: Iteration) -> dict[Op, Handler]:
         of_run = make_table(features, iteration)
@@ -179,8 +160,8 @@ def count(argv: Sequence[str]) -> Counted:
         return {op: watched(act) for op, act in of_run.items()}
 
     executor._table = table
-    buffers.dist_all_gather_func = counting(buffers.dist_all_gather_func, 0)
-    buffers.dist_reduce_scatter_func = counting(buffers.dist_reduce_scatter_func, 1)
+    watch(buffers, "dist_all_gather_func", lambda whole, *_, **__: add(whole))
+    watch(buffers, "dist_reduce_scatter_func", lambda _, whole, **__: add(whole))
     train(argv)
     return counted
 
@@ -244,14 +225,3 @@ def test_bytes_are_those_that_the_plan_predicts(
         events = {e.name for e in trace.iterations[0].events if e.kind == "param_gather"}
         gathers = {str(a) for a in plan.programs[trace.pp_rank] if a.op in GATHER_OPS}
         assert events == gathers
-
-
-@pytest.mark.parametrize(
-    ("saves", "resumes"),
-    [
-        (OURS, STOCK),
-        (STOCK, OURS),
-    ],
-)
-def test_checkpoints_are_those_of_stock(saves: str, resumes: str, tmp_path: Path) -> None:
-    check_resumed(SAVED, saves, resumes, tmp_path, train_poisoned)

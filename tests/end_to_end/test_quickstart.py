@@ -2,13 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, printed
+
 PAGE = ROOT / "docs/quickstart.md"
 ABSENT = ROOT / "tests/absent"  # packages that a job may lack, and starts faster without
 
@@ -21,17 +21,9 @@ def test_a_first_run_is_compared_with_stock(tmp_path: Path) -> None:
     for name in ("pretrain_gpt.py", "scripts"):  # of the checkout that the page speaks of
         (tmp_path / name).symlink_to(ROOT / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-e", "-c", commands],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path, "PYTHONPATH": f"{ABSENT}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "loss: equal in every digit in 10 of 10 iterations" in done.stdout
-    assert "No verdict: ranks shared the cores of one machine" in done.stdout
+    found = {"PATH": path, "PYTHONPATH": f"{ABSENT}{os.pathsep}{ROOT}"}
+    out = printed("bash", "-e", "-c", commands, cwd=tmp_path, **found)
+    assert "loss: equal in every digit in 10 of 10 iterations" in out
+    assert "No verdict: ranks shared the cores of one machine" in out
     assert (tmp_path / "out/aiao/timeline.html").exists()
     assert "validation loss" in (tmp_path / "out/aiao.log").read_text()

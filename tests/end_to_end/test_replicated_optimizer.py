@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_distributed
-from tests.end_to_end.test_checkpoints import check_resumed
 from tests.end_to_end.test_equal_to_stock import (
     BUCKETS,
     EXPERTS,
@@ -19,18 +18,14 @@ from tests.end_to_end.test_equal_to_stock import (
     UNTIED,
     Row,
     check,
+    stock_of,
 )
 from tests.end_to_end.test_param_shards import MORE_AND_MORE
-from tests.end_to_end.training import (
-    check_losses,
-    train,
-)
+from tests.end_to_end.training import check_losses, train
 
 pytestmark = pytest.mark.gloo
 
-STOCK = "--schedule stock"
 REPLICATED = "1f1b:optimizer=replicated@0"
-ALONE = f"--schedule {REPLICATED}"
 SKIPS = "--fp16 --no-check-for-nan-in-loss-and-grad --initial-loss-scale 524288 --hysteresis 1"
 
 ROWS = (
@@ -49,12 +44,14 @@ ROWS = (
         tp=2,
         dp=2,
         m=2,
+        segments=1,
     ),
     Row(
         REPLICATED,
         f"{OVERLAP} {EXPERTS} {MORE_AND_MORE} --calculate-per-token-loss --no-align-param-gather",
         pp=1,
         dp=2,
+        segments=1,
     ),
     Row(
         REPLICATED,
@@ -62,6 +59,7 @@ ROWS = (
         pp=1,
         tp=2,
         m=2,
+        segments=1,
     ),
     Row(
         "aiao:optimizer=replicated@0,2",
@@ -72,7 +70,6 @@ ROWS = (
         stock=ONE_GROUP,
     ),
 )
-SAVED = Row(pp=1, dp=2, m=2, flags=f"{OVERLAP} --bf16")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -83,13 +80,6 @@ def test_losses_norms_parameters_and_shards_are_those_of_stock(row: Row, tmp_pat
 def test_four_replicas_differ_from_stock_by_rounding() -> None:
     # An all-reduce adds up an element's terms in another order than a reduce-scatter. With so large
     # an epsilon, Adam does not divide what that changes by gradients near zero.
-    row = Row(pp=1, dp=4, m=2, flags=f"{OVERLAP} --adam-eps 1 --lr 0.1 --clip-grad 0.5")
-    ours, stock = (
-        run_distributed(train, row.num_ranks, row.command(which)) for which in (ALONE, STOCK)
-    )
-    check_losses(ours, stock)
-
-
-@pytest.mark.parametrize(("saves", "resumes"), [(ALONE, STOCK), (STOCK, ALONE)])
-def test_checkpoints_are_those_of_stock(saves: str, resumes: str, tmp_path: Path) -> None:
-    check_resumed(SAVED, saves, resumes, tmp_path)
+    flags = f"{OVERLAP} --adam-eps 1 --lr 0.1 --clip-grad 0.5"
+    row = Row(REPLICATED, flags, pp=1, dp=4, m=2, segments=1)
+    check_losses(run_distributed(train, 4, row.command(row.ours)), stock_of(row))

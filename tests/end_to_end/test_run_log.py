@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gloo
 
 
 def test_what_we_add_to_the_log_of_a_run_is_three_lines() -> None:
-    row = Row(segments=2, word="aiao")
+    row = Row(word="aiao")
     first, *others = run_distributed(_listen, row.num_ranks, row.command(row.ours))
     assert [line.split()[0] for line in first] == ["patched", "patched", "plan"]
     assert others == [[]] * len(others)

@@ -1,7 +1,6 @@
 """A trace of a real run names what its plan names, in the plan's order, and changes no result."""
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from megatron.fold3d.observe.trace_timeline import to_timeline
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.ops import COMPUTE_OPS, RECV_OPS
 from tests.distributed import run_distributed
-from tests.end_to_end.training import TINY, differences, heard, train
+from tests.end_to_end.training import TINY, differences, heard, train, watch
 
 pytestmark = pytest.mark.gloo
 
@@ -50,12 +49,8 @@ def test_both_schedules_are_traced_alike_and_train_alike(tmp_path: Path) -> None
     assert differences(ours, stock) == []
     for folder, iterations in ((stock_dir, [4, 5]), (ours_dir, [2, 3, 4, 5])):
         ranks = read_ranks(folder)
-        assert [(r.rank, r.pp_rank, r.dp_rank) for r in ranks] == [
-            (0, 0, 0),
-            (1, 0, 1),
-            (2, 1, 0),
-            (3, 1, 1),
-        ]
+        places = [(r.rank, r.pp_rank, r.dp_rank) for r in ranks]
+        assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
         assert ranks[0].microbatch_flops > 0
         for rank in ranks:
             assert [row.iteration for row in rank.iterations] == iterations
@@ -169,15 +164,8 @@ def _train_with_full_disk(argv: list[str], folder: Path, fault: str) -> list[str
 
     from megatron.training import training
 
-    train_step = training.train_step
-
-    @functools.wraps(train_step)
-    def step(*args: object, **kwargs: object) -> object:
-        if fault != "a full disk":
-            folder.touch()
-        return train_step(*args, **kwargs)
-
-    training.train_step = step
+    if fault != "a full disk":
+        watch(training, "train_step", lambda *_, **__: folder.touch())
     assert len(train(argv).iterations) == 4
     return said
 
@@ -226,12 +214,9 @@ def _train_until_the_fourth_iteration(argv: list[str]) -> None:
 
     from megatron.fold3d.runtime.executor import Executor
 
-    run = Executor.__call__
-
-    def fail(self: Executor, **kwargs: object) -> object:
+    def fail(*_: object, **__: object) -> None:
         if get_args().curr_iteration == 3:
             raise RuntimeError("the network is gone")
-        return run(self, **kwargs)  # type: ignore[arg-type]
 
-    Executor.__call__ = fail  # type: ignore[assignment]
+    watch(Executor, "__call__", fail)
     train(argv)

@@ -21,10 +21,10 @@ FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1"
 LATER = "1f1b:step=next:share=0.5"
 UNCLIPPED = f"{DEFERRED} --clip-grad 0"
 ROWS = (
-    Row("aiao", f"{WRITTEN} --log-params-norm --log-num-zeros-in-grad"),
-    Row("aiao:step=next:share=0.5", f"{DEFERRED} {FP16}"),
-    Row(LATER, f"{UNCLIPPED} --eval-iters 0 --tensorboard-log-interval 2", pp=1, dp=2),
-    Row(LATER, f"{UNCLIPPED} --exit-interval 2", pp=1, dp=2),
+    Row("aiao", f"{WRITTEN} --log-params-norm --log-num-zeros-in-grad", segments=1),
+    Row("aiao:step=next:share=0.5", f"{DEFERRED} {FP16}", segments=1),
+    Row(LATER, f"{UNCLIPPED} --eval-iters 0 --tensorboard-log-interval 2", pp=1, dp=2, segments=1),
+    Row(LATER, f"{UNCLIPPED} --exit-interval 2", pp=1, dp=2, segments=1),
 )
 
 

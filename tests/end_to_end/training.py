@@ -57,7 +57,6 @@ class Record:
         iterations: of each training iteration the losses (on the last pipeline rank), the
             gradients' norm, and whether the update was skipped.
         evaluations: the losses of each evaluation, on the last pipeline rank.
-        num_microbatches: of each training iteration.
         parameters: of every model chunk, after the last iteration.
         layers: the same, by the layer's number in the whole model.
         optimizer: its own parameters (fp32 masters, shards) and moments.
@@ -65,7 +64,6 @@ class Record:
 
     iterations: list[dict[str, str]] = field(default_factory=list)
     evaluations: list[dict[str, str]] = field(default_factory=list)
-    num_microbatches: list[int] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)
     layers: dict[str, str] = field(default_factory=dict)
     optimizer: dict[str, str] = field(default_factory=dict)
@@ -89,14 +87,12 @@ def train_as_planned(argv: Sequence[str], folder: Path, script: str = "pretrain_
     from megatron.fold3d.runtime.executor import Executor
 
     programs: list[Program] = []
-    run_iteration = Executor._run_iteration
 
-    def noted(self: Executor, iteration: Any) -> None:
+    def note(_: Executor, iteration: Any, *__: Any) -> None:
         if iteration.trains:
             programs.append(iteration.program)
-        run_iteration(self, iteration)
 
-    Executor._run_iteration = noted
+    watch(Executor, "_run_iteration", note)
     record = train([*argv, f"--trace={folder}", f"--trace-iterations={TRACED}-{TRACED}"], script)
     rank = int(os.environ["RANK"])
     trace = RankTrace.from_json((folder / f"rank-{rank:05}.json").read_text())
@@ -174,7 +170,6 @@ def recorded(
     Args:
         loops: the modules of ``train_step`` and of ``evaluate``, if they are not Megatron's.
     """
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.utils import unwrap_model
     from megatron.training import training
 
@@ -185,25 +180,19 @@ def recorded(
     record = Record()
     trained: dict[str, Any] = {}
     stepping, evaluating = loops or (training, training)
-    train_step, evaluate = stepping.train_step, evaluating.evaluate
+    evaluation = inspect.signature(evaluating.evaluate)
 
-    @functools.wraps(train_step)
-    def recorded_train_step(*args: Any, **kwargs: Any) -> Any:
+    def note_step(result: Any, *args: Any, **_: Any) -> None:
         _, _, trained["model"], trained["optimizer"], *_ = args
-        record.num_microbatches.append(get_num_microbatches())
-        result = train_step(*args, **kwargs)
         losses, skipped, *_ = result
-        values = {**losses, "grad norm": result[5], "skipped": skipped}
-        record.iterations.append(_exact(values))
-        return result
+        record.iterations.append(_exact({**losses, "grad norm": result[5], "skipped": skipped}))
 
-    def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
-        trained["model"] = inspect.signature(evaluate).bind(*args, **kwargs).arguments["model"]
-        result = evaluate(*args, **kwargs)
+    def note_evaluation(result: Any, *args: Any, **kwargs: Any) -> None:
+        trained["model"] = evaluation.bind(*args, **kwargs).arguments["model"]
         record.evaluations.append(_exact(result[0]))
-        return result
 
-    stepping.train_step, evaluating.evaluate = recorded_train_step, recorded_evaluate
+    watch(stepping, "train_step", after=note_step)
+    watch(evaluating, "evaluate", after=note_evaluation)
     main()
     for number, chunk in enumerate(trained["model"]):
         module = unwrap_model(chunk)
@@ -214,6 +203,35 @@ def recorded(
     if "optimizer" in trained:  # there is none where nothing is trained
         record.optimizer.update(_optimizer_state(trained["optimizer"]))
     return record
+
+
+def watch(
+    owner: Any,
+    name: str,
+    before: Callable[..., object] | None = None,
+    *,
+    after: Callable[..., object] | None = None,
+) -> None:
+    """Watch a function of a module or class from now on, for as long as this rank lives.
+
+    Args:
+        owner: the module or class.
+        name: the function's.
+        before: is called with the arguments before each call.
+        after: is called with the result and the arguments behind it.
+    """
+    upstream = getattr(owner, name)
+
+    @functools.wraps(upstream)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args, **kwargs)
+        result = upstream(*args, **kwargs)
+        if after is not None:
+            after(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, watched)
 
 
 def heard(logger: str = "", level: int = logging.INFO) -> list[str]:
@@ -265,6 +283,18 @@ def as_known(ours: Sequence[Record], stock: Sequence[Record]) -> list[Record]:
             ],
         )
         for mine, theirs in zip(ours, stock, strict=True)
+    ]
+
+
+def since(iteration: int, whole: Sequence[Record], evaluations: int = 0) -> list[Record]:
+    """Return runs without their first iterations, and without so many evaluations."""
+    return [
+        replace(
+            record,
+            iterations=record.iterations[iteration:],
+            evaluations=record.evaluations[evaluations:],
+        )
+        for record in whole
     ]
 
 

@@ -5,10 +5,10 @@ import shlex
 from dataclasses import KW_ONLY, dataclass
 
 from tests.distributed import RankError, run_distributed
-from tests.end_to_end.test_equal_to_stock import EP, UNTIED
-from tests.end_to_end.test_equal_to_stock import EXPERTS as _EXPERTS
+from tests.end_to_end.test_equal_to_stock import ALLTOALL as EXPERTS
 from tests.end_to_end.test_equal_to_stock import FULL as _FULL
 from tests.end_to_end.test_equal_to_stock import OVERLAP as ZERO
+from tests.end_to_end.test_equal_to_stock import UNTIED
 from tests.end_to_end.training import TINY, Record, as_known, differences, once, train
 from tests.gpu_path.late_device import Delays
 from tests.gpu_path.late_training import Late, train_late
@@ -22,7 +22,6 @@ TO_HOST = "--offload-activations on --lazy-inter-segment"
 SHARDS = "--shard-segments gradients"
 EARLY = "aiao:wgrad=behind"
 LATER = "--overlap-grad-reduce --clip-grad 0"
-EXPERTS = f"{_EXPERTS} --moe-token-dispatcher-type alltoall {EP}"
 PAIRS = "aiao:pairs=on"
 DEFERRED = "step=next:share=0.5"
 SHARE = f"1f1b:{DEFERRED}"

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 
 import torch
 
@@ -195,12 +196,12 @@ class HappensBefore:
 
 def caller() -> str:
     """Return the line of ours from which this is called, or an empty string."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(40):
+        if frame is None:
+            break
         if name := _within_ours(frame.f_code.co_filename):
             return f" at {name}:{frame.f_lineno}"
-        if frame.f_back is None:
-            return ""
         frame = frame.f_back
     return ""
 
@@ -219,13 +220,12 @@ def innermost_of_ours() -> str:
     frame = sys._getframe(1)
     while frame.f_back and any(place in frame.f_code.co_filename for place in _BETWEEN):
         frame = frame.f_back
-    name, line = frame.f_code.co_filename, frame.f_lineno
-    found = [place for place in _PLACES if place in name]
+    name, line = _within_ours(frame.f_code.co_filename), frame.f_lineno
     while frame.f_back:
         if frame.f_code.co_name in ("prepare", "drain", "decide"):
             return ""
         frame = frame.f_back
-    return f"{name[name.index(found[0]) :]}:{line}" if found else ""
+    return f"{name}:{line}" if name else ""
 
 
 def _join(clock: Clock, other: Clock) -> None:

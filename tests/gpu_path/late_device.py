@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
@@ -196,10 +197,8 @@ class Starter:
         self._queues: deque[HardwareQueue] = deque()  # whose first item may start now
         self._started: deque[Item] = deque()
         self._is_starting = False
-        self._idle: list[Worker] = []
-        self._lazy: deque[tuple[float, Item]] = deque()
-        self._some_are_lazy = threading.Semaphore(0)
-        self._has_clock = False
+        self._handed_over: SimpleQueue[Item] = SimpleQueue()
+        self._num_idle = 0  # threads to which no item has been handed over
 
     def go_on(self, *queues: HardwareQueue) -> None:
         """Start what may start, in threads that have nothing to do."""
@@ -218,13 +217,11 @@ class Starter:
 
     def ask_later(self, item: Item) -> None:
         """Let an item start after a while."""
-        self._lazy.append((time.monotonic() + IDLE_S, item))
-        self._some_are_lazy.release()
-        if not self._has_clock:
-            self._has_clock = True
-            threading.Thread(target=self._ask_in_time, name="idle items", daemon=True).start()
+        clock = threading.Timer(IDLE_S, item.ask_for)
+        clock.daemon = True
+        clock.start()
 
-    def run(self, item: Item) -> Item | None:
+    def _run(self, item: Item) -> Item | None:
         """Run an item; return one that may start behind it."""
         error: BaseException | None = None
         try:
@@ -238,11 +235,6 @@ class Starter:
             for other in others:
                 self._hand_over(other)
         return following
-
-    def has_none(self, worker: "Worker") -> None:
-        """Note that a thread has nothing to do."""
-        with self.lock:
-            self._idle.append(worker)
 
     def _start(self, *queues: HardwareQueue) -> Iterator[Item]:
         self._queues.extend(queues)
@@ -265,45 +257,20 @@ class Starter:
         item.blocks.clear()
 
     def _hand_over(self, item: Item) -> None:
-        if self._idle:
-            self._idle.pop().take(item)
+        self._handed_over.put(item)
+        if self._num_idle:
+            self._num_idle -= 1
         else:
-            Worker(self, item)
+            threading.Thread(target=self._work, name="device", daemon=True).start()
 
-    def _ask_in_time(self) -> None:
-        while True:
-            self._some_are_lazy.acquire()
-            until_s, item = self._lazy.popleft()
-            if not item.is_asked_for:
-                time.sleep(max(0.0, until_s - time.monotonic()))
-            with self.lock:
-                if not item.is_asked_for:
-                    item.is_asked_for = True
-                    self.go_on(item.queue)
-
-
-class Worker:
-    """A thread that runs items."""
-
-    def __init__(self, starter: Starter, item: Item) -> None:
-        self._starter, self._item = starter, item
-        self._has_item = threading.Lock()
-        threading.Thread(target=self._loop, name="device", daemon=True).start()
-
-    def take(self, item: Item) -> None:
-        self._item = item
-        self._has_item.release()
-
-    def _loop(self) -> None:
+    def _work(self) -> None:
         torch.set_num_threads(1)
-        self._has_item.acquire()
         while True:
-            item: Item | None = self._item
-            del self._item
+            item: Item | None = self._handed_over.get()
             while item is not None:
-                item = self._starter.run(item)
-            self._starter.has_none(self)
-            self._has_item.acquire()
+                item = self._run(item)
+            with self.lock:
+                self._num_idle += 1
 
 
 class Stream:

@@ -25,12 +25,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.gpu_path.late_device import LAUNCHES, Future, HardwareQueue, Item, LateDevice, Stream
 
@@ -211,13 +213,10 @@ class LateGroup(dist.ProcessGroup):
         """Launch the method ``name`` of the group, or ``call``."""
         device = self._late_device
         targets = _tensors(args[0]) if writes else []
-        lent = {
-            id(tensor): device.memory.borrow(tensor)
-            for tensor in _tensors([a for a in args if isinstance(a, torch.Tensor | list | tuple)])
-        }
+        lent = {id(tensor): device.memory.borrow(tensor) for tensor in _tensors(args)}
         order = [id(tensor) for tensor in targets]
         outputs = [lent[key] for key in order]
-        shown = _map(args, lambda tensor: _Lent(lent[id(tensor)], id(tensor)))
+        shown = tree_map_only(torch.Tensor, lambda t: _Lent(lent[id(t)], id(t)), args)
         results: list[torch.Tensor] = []
 
         def run() -> None:
@@ -230,7 +229,7 @@ class LateGroup(dist.ProcessGroup):
                     private[part.key] = part.find().clone(memory_format=torch.contiguous_format)
                 return private[part.key]
 
-            work = (call or getattr(self._group, name))(*_read(shown, read))
+            work = (call or getattr(self._group, name))(*tree_map_only(_Lent, read, shown))
             if work is not None:
                 work.wait()
             results.extend(private[key] for key in order)
@@ -239,7 +238,7 @@ class LateGroup(dist.ProcessGroup):
             for find, result in zip(outputs, results, strict=True):
                 find().copy_(result)
 
-        read = _tensors(args[0] if name in _IN_PLACE else [a for a in args[1:] if _tensors(a)])
+        read = _tensors(args[0] if name in _IN_PLACE else args[1:])
         self._unwaited = [work for work in self._unwaited if not work.let_go_if_over()]
         flat = self._flattened(name, args)
         kept = [*flat]
@@ -284,33 +283,14 @@ class HostWork(LateWork):
         return True
 
 
+@dataclass(frozen=True, slots=True)
 class _Lent:
-    def __init__(self, find: Callable[[], torch.Tensor], key: int) -> None:
-        self.find, self.key = find, key
+    find: Callable[[], torch.Tensor]
+    key: int
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return []
-
-
-def _map(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return of_tensor(value)
-    if isinstance(value, list | tuple):
-        return [_map(part, of_tensor) for part in value]
-    return value
-
-
-def _read(value: Any, read: Callable[[_Lent], torch.Tensor]) -> Any:
-    if isinstance(value, _Lent):
-        return read(value)
-    if isinstance(value, list):
-        return [_read(part, read) for part in value]
-    return value
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _method(name: str) -> Callable[..., dist.Work]:

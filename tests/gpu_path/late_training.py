@@ -229,10 +229,8 @@ class _OffloadPool(PinnedPool):
         self._late_device = late_device
 
     def give_back(self, slot: torch.Tensor) -> None:
-        given_back = f"host memory given back{caller()}"
-        self._late_device.queue_operator(
-            functools.partial(_poison, slot), given_back, writes=(slot,)
-        )
+        what = f"host memory given back{caller()}"
+        self._late_device.queue_operator(functools.partial(_poison, slot), what, writes=(slot,))
         super().give_back(slot)
 
 

@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -12,14 +11,15 @@ from pathlib import Path
 
 import torch
 
-_ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, printed
+
 _NAME = "megatron.fold3d.runtime.preemption._scheduler"
 
 
 def build(file: str, change: Callable[[str], str]) -> Path:
     """Compile with a change in one file, once for this torch and these sources: half a minute."""
-    texts = {source: source.read_text() for source in sorted((_ROOT / "csrc").glob("*.*"))}
-    texts[_ROOT / file] = change(texts[_ROOT / file])
+    texts = {source: source.read_text() for source in sorted((ROOT / "csrc").glob("*.*"))}
+    texts[ROOT / file] = change(texts[ROOT / file])
     key = hashlib.sha256(repr((torch.__version__, [*texts.values()])).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"fold3d-scheduler-{key}")
     with folder.with_suffix(".lock").open("w") as lock:
@@ -30,10 +30,9 @@ def build(file: str, change: Callable[[str], str]) -> Path:
                 (tree / "csrc").mkdir()
                 for source, text in texts.items():
                     (tree / "csrc" / source.name).write_text(text)
-                shutil.copy(_ROOT / "setup.py", tree)
+                shutil.copy(ROOT / "setup.py", tree)
                 command = (sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "built")
-                done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
-                assert done.returncode == 0, done.stdout + done.stderr
+                printed(*command, cwd=tree)
                 shutil.move(tree / "built", folder)
     [library] = folder.rglob("_scheduler*.so")
     return library

@@ -1,8 +1,7 @@
 """What `scripts/gpu.sh` trains, run without a GPU: a small model, late device."""
 
-import os
 import shlex
-import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from tests.distributed import run_distributed
 from tests.end_to_end.training import as_known, differences, once, train
 from tests.gpu_path.cases import UNCHECKED
 from tests.gpu_path.late_training import Late, train_late
+from tests.programs import ROOT, printed
 
-ROOT = Path(__file__).parents[2]
 SMALLER = {
     "--num-layers 8": "--num-layers 4",
     "--hidden-size 1024 --num-attention-heads 16": "--hidden-size 32 --num-attention-heads 4",
@@ -43,15 +42,8 @@ def runs() -> list[Run]:
     """Return all runs of ours that the script starts with Megatron's own layers."""
     found: list[Run] = []
     stock = ""
-    done = subprocess.run(
-        [ROOT / "scripts/gpu.sh", "--dry-run", "OUT", "python"],
-        env={**os.environ, "GPUS": "8", "IMPLEMENTATIONS": "local"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    for line in done.stdout.splitlines():
+    script = (ROOT / "scripts/gpu.sh", "--dry-run", "OUT", "python")
+    for line in printed(*script, GPUS="8", IMPLEMENTATIONS="local").splitlines():
         command, _, flags = line.partition(" pretrain_gpt.py ")
         if not flags:
             continue
@@ -84,11 +76,16 @@ def test_a_run_of_the_gpu_script_trains_what_its_stock_run_trains(run: Run, tmp_
     assert differences(ours, as_known(ours, stock)) == []
 
 
+def replaced(text: str, others: Mapping[str, str]) -> str:
+    """Put others in the place of some words of a command, which it has."""
+    for old, new in others.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
 def _small(flags: str, iterations: int, folder: Path | None) -> tuple[str, ...]:
-    for old, new in SMALLER.items():
-        assert old in flags
-        flags = flags.replace(old, new.format(iterations=iterations))
-    words = shlex.split(flags)
+    words = shlex.split(replaced(flags, SMALLER).format(iterations=iterations))
     at = words.index("--trace") if "--trace" in words else len(words)
     trace = () if folder is None or at == len(words) else ("--trace", str(folder))
     more = shlex.split(f"--device cpu --num-workers 0 {UNCHECKED}")

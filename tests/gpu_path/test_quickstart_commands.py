@@ -10,9 +10,12 @@ from megatron.fold3d.cli import main
 from tests.distributed import run_distributed
 from tests.end_to_end.test_check import _run as checked
 from tests.end_to_end.training import differences, train
+from tests.gpu_path.cases import UNCHECKED
 from tests.gpu_path.late_training import Late, train_late
+from tests.gpu_path.test_gpu_script import replaced
+from tests.programs import ROOT
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.gloo
 PAGE = ROOT / "docs/quickstart.md"
 SMALLER = {
     "24-2048-16-1024": "8-32-4-16",
@@ -31,18 +34,13 @@ def commands() -> list[str]:
     return found
 
 
-@pytest.mark.gloo
 def test_the_commands_for_gpus_train_alike_on_the_late_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = []
     for words in commands():
-        for old, new in {**SMALLER, "out/": f"{tmp_path}/"}.items():
-            assert old in words
-            words = words.replace(old, new)
-        # The loss's check makes the host wait for every loss.
-        more = "--device cpu --num-workers 0"
-        argv.append(shlex.split(f"{words} {more} --no-check-for-nan-in-loss-and-grad"))
+        smaller = replaced(words, {**SMALLER, "out/": f"{tmp_path}/"})
+        argv.append(shlex.split(f"{smaller} --device cpu --num-workers 0 {UNCHECKED}"))
     stock, ours = argv
     late = run_distributed(train_late, 2, ours, Late(), timeout_s=150)
     assert not differences(late, run_distributed(train, 2, stock, timeout_s=150))
@@ -50,7 +48,6 @@ def test_the_commands_for_gpus_train_alike_on_the_late_device(
     assert "aiao" in capsys.readouterr().out
 
 
-@pytest.mark.gloo
 def test_the_command_for_gpus_passes_the_check_of_a_job() -> None:
     _, ours = commands()
     # Transformer Engine, which the page installs first, cannot be imported without a GPU.

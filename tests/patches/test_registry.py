@@ -46,29 +46,27 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     vars(user).update(three=three)
     monkeypatch.setitem(sys.modules, "upstream", defines)
     monkeypatch.setitem(sys.modules, "upstream_user", user)
-    before = dict(vars(defines)), dict(vars(Shape)), dict(vars(Square)), dict(vars(user))
+    owners = (defines, Shape, Square, user)
+    before = [dict(vars(owner)) for owner in owners]
     yield defines
-    after = dict(vars(defines)), dict(vars(Shape)), dict(vars(Square)), dict(vars(user))
-    assert after == before
-
-
-def test_a_patch_wraps_what_upstream_defines_until_the_stack_closes(upstream: Any) -> None:
-    with apply([Patch(target="upstream:three", make=double)]):
-        assert upstream.three(1) == 6
-    assert upstream.three(1) == 3
+    assert [dict(vars(owner)) for owner in owners] == before
 
 
 @pytest.mark.parametrize(
     ("target", "call", "patched"),
     [
+        ("upstream:three", lambda: sys.modules["upstream"].three(1), 6),
         ("upstream:Shape.area", lambda: Shape.area(3), 18),
         ("upstream:Shape.area", lambda: Shape().area(3), 18),
         ("upstream:Square.area", lambda: Square.area(3), 18),
         ("upstream:Shape.name", lambda: Shape.name(), "ShapeShape"),
     ],
-    ids=["static, of the class", "static, of an instance", "inherited", "of a class method"],
+    ids=[
+        *("a function", "static, of the class", "static, of an instance", "inherited"),
+        "of a class method",
+    ],
 )
-def test_a_method_keeps_its_kind(
+def test_a_symbol_is_wrapped_and_keeps_its_kind_until_the_stack_closes(
     upstream: Any, target: str, call: Callable[[], Any], patched: Any
 ) -> None:
     before = call()
@@ -153,9 +151,8 @@ def test_a_patch_of_a_symbol_that_is_patched_is_refused(upstream: Any) -> None:
 def test_of_patches_that_come_together_the_later_is_around_the_earlier(upstream: Any) -> None:
     user, rebinds = sys.modules["upstream_user"], ("upstream_user:three",)
     doubled = Patch(target="upstream:three", make=double, rebinds=rebinds)
-    with apply(
-        [doubled, around("upstream:three", rebinds=rebinds)(lambda call, size: call(size) + 1)]
-    ):
+    added = around("upstream:three", rebinds=rebinds)(lambda call, size: call(size) + 1)
+    with apply([doubled, added]):
         assert user.three(1) == upstream.three(1) == 7
     assert user.three is upstream.three is three
 

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -50,6 +49,7 @@ from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGra
 from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
 from megatron.fold3d.upstream import versions
 from tests.configs import CONFIG
+from tests.programs import printed
 
 DUE = DueSteps(CONFIG)
 TRACED = replace(CONFIG, trace=Path("trace"))
@@ -63,10 +63,7 @@ PATCHES = (
     *script_settings.PATCHES,
     *due_steps.patches(DUE),
     optimizer_step.patch(
-        DUE,
-        NO_METRICS,
-        ReplicatedSegments(),
-        AutoSchedule(CONFIG, measured_search),
+        DUE, NO_METRICS, ReplicatedSegments(), AutoSchedule(CONFIG, measured_search)
     ),
     *embedding_grads.PATCHES,
     *gradient_buckets.PATCHES,
@@ -85,7 +82,6 @@ PATCHES = (
     *(parsed_once.PATCHES if versions.pretrain_parses_flags() else ()),
     *(finished_sums.PATCHES if versions.sums_are_awaited_once() else ()),
 )
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -143,6 +139,5 @@ for name in ("launch", "gpt"):
     import_module("megatron.fold3d.training." + name)
 print(json.dumps([t for t, b in zip(targets, before) if id(symbol(t)) != b]))
 """
-    run = [sys.executable, "-W", "ignore", "-c", script]
-    found = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=250, check=True)
-    assert json.loads(found.stdout.splitlines()[-1]) == []
+    found = printed(sys.executable, "-W", "ignore", "-c", script)
+    assert json.loads(found.splitlines()[-1]) == []

@@ -1,6 +1,7 @@
 """A feature is one class: it takes part in an iteration, and nothing else has to know of it."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -79,11 +80,8 @@ def train(*features: Feature, m: int = 2, config: Fold3DConfig = AFAB) -> Losses
 
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
-    model = Model(
-        TransformerConfig(
-            num_layers=1, hidden_size=4, num_attention_heads=1, pipeline_dtype=torch.float32
-        )
-    )
+    sizes = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1}
+    model = Model(TransformerConfig(**sizes, pipeline_dtype=torch.float32))
 
     def forward_step(data: Iterator[float], chunk: Model) -> Any:
         output = chunk.weight * next(data)
@@ -115,7 +113,10 @@ def train_watched() -> tuple[Losses, list[str]]:
 
 def train_with_copies() -> tuple[Losses, list[str]]:
     copies = Copies()
-    return train(copies, m=3, config=OFFLOADING), copies.copied
+    return offloading(copies), copies.copied
+
+
+offloading = partial(train, m=3, config=OFFLOADING)
 
 
 class CtrlC(Feature):
@@ -126,14 +127,6 @@ class CtrlC(Feature):
             raise KeyboardInterrupt
 
         return {Op.BACKWARD: interrupted}
-
-
-def train_until_ctrl_c() -> Losses:
-    return train(CtrlC())
-
-
-def train_without_copies() -> Losses:
-    return train(m=3, config=OFFLOADING)
 
 
 @pytest.mark.gloo
@@ -162,14 +155,14 @@ def test_a_feature_brings_ops_that_the_executor_has_never_heard_of():
 @pytest.mark.gloo
 def test_an_op_that_nothing_handles_is_named():
     with pytest.raises(RankError, match="0OFFLOAD0: nothing that is on in this run") as caught:
-        run_distributed(train_without_copies, 1)
+        run_distributed(offloading, 1)
     assert "fold3d: rank 0 (pipeline rank 0) was at 0OFFLOAD0" in str(caught.value)
 
 
 @pytest.mark.gloo
 def test_ctrl_c_names_the_action_that_it_ended():
     with pytest.raises(RankError, match="KeyboardInterrupt") as caught:
-        run_distributed(train_until_ctrl_c, 1)
+        run_distributed(train, 1, CtrlC())
     assert "fold3d: rank 0 (pipeline rank 0) was at 0B0" in str(caught.value)
 
 

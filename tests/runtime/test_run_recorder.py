@@ -26,12 +26,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_reserved_memory_is_free_only_where_the_allocator_gives_it_back(
-    monkeypatch: pytest.MonkeyPatch,
-    free: int,
-    reserved: int,
-    pieces: int,
-    peak: int,
-    expected: int,
+    monkeypatch: pytest.MonkeyPatch, free: int, reserved: int, pieces: int, peak: int, expected: int
 ):
     stats = {"inactive_split_bytes.all.current": pieces}
     for name, value in {

@@ -20,11 +20,10 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
-from dataclasses import dataclass
 from functools import cache
 from io import StringIO
-from itertools import chain
-from typing import Any, NamedTuple
+from itertools import chain, count
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -60,33 +59,17 @@ class Sizes(NamedTuple):
     gradient_bytes_of_experts: float
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """A job, and where the two differ: one line each."""
-
-    job: Job
-    differences: tuple[str, ...]
-
-
-def jobs(seed: str) -> Iterator[Job]:
-    """Yield jobs without end, among them some that cannot run."""
-    number = 0
-    while True:
-        yield _drawn(random.Random(f"{seed}/{number}"))
-        number += 1
-
-
-def compared(seed: str, count: int) -> Iterator[Compared]:
-    """Yield what ``count`` jobs show that can run."""
-    left = count
+def compared(seed: str, how_many: int) -> Iterator[tuple[Job, tuple[str, ...]]]:
+    """Yield so many jobs that can run, and where the two differ: one line each."""
+    left = how_many
     with patch("inspect.getsource", cache(inspect.getsource)):  # as Megatron's parser, seconds
-        among = jobs(seed)
-        while left:
-            job = next(among)
+        for number in count():
+            job = _drawn(random.Random(f"{seed}/{number}"))
             with suppress(*launch.MISTAKES, ZeroDivisionError):  # of stages between two
-                found = Compared(job, _differences(job))
+                yield job, _differences(job)
                 left -= 1
-                yield found
+            if not left:
+                return
 
 
 def _drawn(draw: random.Random) -> Job:
@@ -201,16 +184,16 @@ def _differences(job: Job) -> tuple[str, ...]:
     Raises:
         MISTAKES: the job cannot run.
     """
+    os.environ.update(WORLD_SIZE=str(job.num_gpus), RANK="0", LOCAL_RANK="0")
     with ExitStack() as patched:
-        args = _parsed(job, patched)
+        patched.callback(_forget)
+        with redirect_stdout(StringIO()):
+            args = launch.prepare(shlex.split(f"{REST} {job.flags}"), patched, "gpt")
+        built = [*_built(args)]
         try:
-            built = [*_built(args)]
-            try:
-                return (*_by_rank(args, built), *_by_words(job, args))
-            except ValueError as error:
-                return (f"the planner refuses it: {error}",)
-        finally:
-            _forget()
+            return (*_by_rank(args, built), *_by_words(job, args))
+        except ValueError as error:
+            return (f"the planner refuses it: {error}",)
 
 
 def _by_rank(args: Namespace, built: Sequence[tuple[int, int, Sizes]]) -> Iterator[str]:
@@ -218,17 +201,6 @@ def _by_rank(args: Namespace, built: Sequence[tuple[int, int, Sizes]]) -> Iterat
     for rank, stage, sizes in built:
         if sizes != expected[stage]:
             yield f"rank {rank}, stage {stage}: {expected[stage]}, built {sizes}"
-
-
-def _parsed(job: Job, patched: ExitStack) -> Namespace:
-    os.environ.update(WORLD_SIZE=str(job.num_gpus), RANK="0", LOCAL_RANK="0")
-    words = shlex.split(f"{REST} {job.flags}")
-    with redirect_stdout(StringIO()):
-        try:
-            return launch.prepare(words, patched, "gpt")
-        except launch.MISTAKES:
-            _forget()
-            raise
 
 
 def _counted(args: Namespace) -> list[Sizes]:
@@ -250,17 +222,12 @@ def _counted(args: Namespace) -> list[Sizes]:
 def _by_words(job: Job, args: Namespace) -> Iterator[str]:
     """Yield a line if the flags as words, which `fold3d search` reads, say something else."""
     words, setup = described(job.flags.split()), setup_of(args, args.data_parallel_size)
-    given = words.given()
-    tp = setup.tensor_parallel
+    given, tp = words.given(), setup.tensor_parallel
+    of_experts = given.get("expert_tensor_parallel") or tp, words.args.expert_model_parallel_size
     as_words, validated = (
         (*shape.padded(tp).stage_parameters(1), *shape.padded(tp).stage_flops(1), *rest)
         for shape, *rest in (
-            (
-                words.model(),
-                given.get("expert_tensor_parallel") or tp,
-                words.args.expert_model_parallel_size,
-                given["small_gradients"],
-            ),
+            (words.model(), *of_experts, given["small_gradients"]),
             (shape_of(args), *setup.expert_ranks, setup.small_gradients),
         )
     )
@@ -278,8 +245,8 @@ def _built(args: Namespace) -> Iterator[tuple[int, int, Sizes]]:
     from megatron.fold3d.training import gpt
 
     config = pretrain_cfg_container_from_args(args, gpt.config(args))
-    pp, of_rank = args.pipeline_model_parallel_size, args.world_size
-    of_rank //= pp
+    pp = args.pipeline_model_parallel_size
+    of_rank = args.world_size // pp
     ends = chain.from_iterable((n * of_rank, (n + 1) * of_rank - 1) for n in range(pp))
     for rank in dict.fromkeys(ends):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
@@ -315,15 +282,10 @@ def _sizes(chunk: torch.nn.Module) -> Sizes:
         for dense in (True, False)
     )
 
-    def gradients(parameters: Sequence[Any]) -> int:
-        return sum(p.main_grad.nbytes for p in parameters)
-
     return Sizes(
-        sum(p.numel() for p in of_dense),
-        sum(p.numel() for p in of_experts),
+        *(sum(p.numel() for p in parameters) for parameters in (of_dense, of_experts)),
         sum(p.nbytes for p in (*of_dense, *of_experts)),
-        gradients(of_dense),
-        gradients(of_experts),
+        *(sum(p.main_grad.nbytes for p in parameters) for parameters in (of_dense, of_experts)),
     )
 
 
@@ -344,7 +306,7 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     started, wrong = time.monotonic(), 0
-    for job, differences in ((c.job, c.differences) for c in compared(options.seed, options.jobs)):
+    for job, differences in compared(options.seed, options.jobs):
         if differences:
             wrong += 1
             print(f"{job.num_gpus} GPUs: {job.flags}", *differences, sep="\n  ", flush=True)

@@ -13,8 +13,6 @@ loads, one rank meets a fault. Afterwards
 A fault that a job survives changes none of its results. Each line of the log is one case.
 """
 
-import argparse
-import functools
 import gc
 import itertools
 import json
@@ -38,6 +36,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
@@ -46,16 +46,19 @@ import torch
 
 from scripts.bench.testbed import Link, Testbed
 from tests.distributed import RankError, end_with_parent, run_distributed
-from tests.end_to_end.training import Record, differences, recorded
+from tests.end_to_end.training import Record, differences, recorded, since, watch
 from tests.stress.flag_sets import MODEL
+from tests.stress.program import append, options, until
 
-ITERATIONS, SAVE_INTERVAL, FAULTY = 6, 2, 5
+ITERATIONS, SAVE_INTERVAL, LAST_SAVED, FAULTY = 6, 2, 4, 5
 RUN = (
     f"{MODEL} --num-layers 4 --micro-batch-size 1 --eval-iters 0 --eval-interval 100 "
     f"--train-iters {ITERATIONS} --lr-decay-iters 10 --save-interval {SAVE_INTERVAL} "
     "--distributed-timeout-minutes 1"
 )
-PIPELINE = "--pipeline-model-parallel-size 2 --segments 2 --global-batch-size 4 --schedule aiao"
+BATCH = "--global-batch-size 4"
+STAGES = f"--pipeline-model-parallel-size 2 --segments 2 {BATCH}"
+PIPELINE = f"{STAGES} --schedule aiao"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TRACKER = "latest_checkpointed_iteration.txt"
 TIMEOUT_S = 12.0  # of transfers, where a case waits for it
@@ -70,10 +73,6 @@ class Features:
     flags: str
     num_ranks: int = 2
 
-    @property
-    def command(self) -> str:
-        return f"{RUN} {self.flags}"
-
 
 FEATURES: Mapping[str, Features] = {
     "plain": Features(PIPELINE),
@@ -83,22 +82,14 @@ FEATURES: Mapping[str, Features] = {
     "offloaded": Features(f"{PIPELINE} --offload-activations on --lazy-inter-segment"),
     "delayed": Features(f"{PIPELINE}:wgrad=last --bf16"),
     "in background": Features(f"{PIPELINE} --async-save --trace FOLDER/trace"),
-    "pairs": Features(
-        "--tensor-model-parallel-size 2 --global-batch-size 4 --schedule afab:pairs=on"
-    ),
-    "auto": Features(
-        "--pipeline-model-parallel-size 2 --segments 2 --global-batch-size 4 --schedule auto"
-    ),
+    "pairs": Features(f"{BATCH} --tensor-model-parallel-size 2 --schedule afab:pairs=on"),
+    "auto": Features(f"{STAGES} --schedule auto"),
     "replicas": Features(f"{PIPELINE} {SHARDED} --preemptive-comm", num_ranks=4),
     "shards": Features(
         f"{PIPELINE} {SHARDED} --bf16 --segments 3 --num-layers 6 --shard-segments gradients",
         num_ranks=4,
     ),
-    "coded gathers": Features(
-        f"{PIPELINE} --bf16 --use-distributed-optimizer --overlap-grad-reduce "
-        "--overlap-param-gather --delta-param-gather on",
-        num_ranks=4,
-    ),
+    "coded gathers": Features(f"{PIPELINE} --bf16 {SHARDED} --delta-param-gather on", num_ranks=4),
 }
 LAUNCHERS = ("torchrun", "patient")  # the latter waits for all ranks, as `srun` can
 
@@ -120,6 +111,10 @@ class Case:
     rank: int
     position: float
     launcher: str
+
+    @property
+    def ranks(self) -> range:
+        return range(FEATURES[self.features].num_ranks)
 
     def __str__(self) -> str:
         at = f" at {self.position:.3f}" if isinstance(FAULTS[self.fault], Fault) else ""
@@ -150,7 +145,7 @@ def cases() -> list[Case]:
     found = []
     for features, fault in itertools.product(FEATURES, _faults()):
         programs = undisturbed(features).programs
-        for rank in FAULTS[fault].ranks(FEATURES[features].num_ranks):
+        for rank in range(len(programs))[FAULTS[fault].where]:
             count = len(programs[rank]) if isinstance(FAULTS[fault], Fault) else 1
             found += [
                 Case(features, fault, rank, number / count, launcher)
@@ -179,20 +174,14 @@ def problems(case: Case) -> list[str]:
         folder = Path(name)
         if fault.loads:
             shutil.copytree(before.saved, folder / "saved")
-            _set_tracker(folder, SAVE_INTERVAL * 2)
+            _set_tracker(folder, LAST_SAVED)
             fault.prepare(folder)
         ended = _run(case, folder)
         found = [f"a process is left: {process}" for process in _left(folder)]
         found += [f"left in shared memory: {path}" for path in _abandoned(shared)]
         found += [f"left: {path}" for path in folder.rglob("*") if "lock" in path.name.lower()]
         if fault.is_harmless:
-            expected = before.records
-            if fault.loads:
-                expected = _from(expected, SAVE_INTERVAL * 2)
-            codes = dict.fromkeys(range(FEATURES[case.features].num_ranks), 0)
-            if ended.codes != codes:
-                return [*found, f"exit codes {ended.codes}", ended.terminal[-3000:]]
-            return [*found, *differences(ended.records, expected)]
+            return [*found, *_strayed(ended, before.records, LAST_SAVED if fault.loads else 0)]
         if untold := fault.untold(case, ended):
             found += [*untold, f"the terminal:\n{ended.terminal[-6000:]}"]
         fault.mend(folder)
@@ -200,25 +189,14 @@ def problems(case: Case) -> list[str]:
         if saved < SAVE_INTERVAL:
             return [*found, f"the last complete checkpoint is of iteration {saved}"]
         resumed = _run(replace(case, fault=NOTHING, launcher="patient"), folder, fault.resumed)
-        if any(resumed.codes.values()):
-            return [
-                *found,
-                f"from iteration {saved} on: {resumed.codes}",
-                resumed.terminal[-3000:],
-            ]
-        return [*found, *differences(resumed.records, _from(before.records, saved))]
+        return [*found, *_strayed(resumed, before.records, saved)]
 
 
-def _from(records: Sequence[Record], iteration: int) -> list[Record]:
-    """Return the records of a run that began after an iteration."""
-    return [
-        replace(
-            record,
-            iterations=record.iterations[iteration:],
-            num_microbatches=record.num_microbatches[iteration:],
-        )
-        for record in records
-    ]
+def _strayed(ended: Ended, undisturbed: Sequence[Record], iteration: int) -> list[str]:
+    """Return how a run behind an iteration was not as the undisturbed one."""
+    if ended.codes != dict.fromkeys(range(len(undisturbed)), 0):
+        return [f"from iteration {iteration} on: {ended.codes}", ended.terminal[-3000:]]
+    return differences(ended.records, since(iteration, undisturbed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,22 +208,20 @@ class Undisturbed:
     saved: Path
 
 
-@functools.cache
+@cache
 def undisturbed(features: str) -> Undisturbed:
     """Return the run that a job with these features is compared with."""
     folder = Path(_kept(), features.replace(" ", "-"))
     folder.mkdir()
-    ended = _run(Case(features, NOTHING, 0, 0.0, "patient"), folder)
+    case = Case(features, NOTHING, 0, 0.0, "patient")
+    ended = _run(case, folder)
     if any(ended.codes.values()):
         raise RuntimeError(f"{features} fails without a fault: {ended.codes}\n{ended.terminal}")
-    programs = [
-        (folder / f"program{rank}").read_text().split()
-        for rank in range(FEATURES[features].num_ranks)
-    ]
+    programs = [(folder / f"program{rank}").read_text().split() for rank in case.ranks]
     return Undisturbed(ended.records, programs, folder / "saved")
 
 
-@functools.cache
+@cache
 def _kept() -> str:
     import atexit
 
@@ -259,21 +235,19 @@ def _run(case: Case, folder: Path, flags: str = "") -> Ended:
     for pattern in ("terminal", "error*", "record*", "pid*"):
         for path in folder.glob(pattern):
             path.unlink()
-    num_ranks = FEATURES[case.features].num_ranks
-    codes, cause = (_by_torchrun if case.launcher == "torchrun" else _patiently)(
-        case, folder, flags
-    )
-    records = [folder / f"record{rank}" for rank in range(num_ranks)]
+    run = _by_torchrun if case.launcher == "torchrun" else _patiently
+    codes, cause = run(case, folder, flags)
+
+    def written(name: str) -> dict[int, str]:
+        paths = {rank: folder / f"{name}{rank}" for rank in case.ranks}
+        return {rank: path.read_text() for rank, path in paths.items() if path.exists()}
+
     return Ended(
         codes,
         (folder / "terminal").read_text(errors="replace"),
-        {
-            rank: (folder / f"error{rank}").read_text()
-            for rank in range(num_ranks)
-            if (folder / f"error{rank}").exists()
-        },
+        written("error"),
         cause,
-        [Record(**json.loads(path.read_text())) for path in records if path.exists()],
+        [Record(**json.loads(text)) for text in written("record").values()],
     )
 
 
@@ -282,10 +256,8 @@ def _patiently(case: Case, folder: Path, flags: str) -> tuple[dict[int, int], in
     try:
         run_distributed(
             _rank,
-            FEATURES[case.features].num_ranks,
-            case,
-            folder,
-            flags,
+            len(case.ranks),
+            *(case, folder, flags),
             timeout_s=120,
             grace_s=15.0 if CONDITIONS[case.fault].stands else GRACE_S,
         )
@@ -301,11 +273,10 @@ def _by_torchrun(case: Case, folder: Path, flags: str) -> tuple[dict[int, int], 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    num_ranks = FEATURES[case.features].num_ranks
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=num_ranks,
+        nproc_per_node=len(case.ranks),
         run_id=folder.name,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -323,7 +294,7 @@ def _by_torchrun(case: Case, folder: Path, flags: str) -> tuple[dict[int, int], 
             path.rename(folder / f"error{path.parent.name}")
         rank, failure = error.get_first_failure()
         return {rank: failure.exitcode}, rank
-    return dict.fromkeys(range(num_ranks), 0), None
+    return dict.fromkeys(case.ranks, 0), None
 
 
 def _rank(case: Case, folder: Path, flags: str) -> None:
@@ -356,7 +327,7 @@ def _rank(case: Case, folder: Path, flags: str) -> None:
         _shorten_timeout()
     if rank == case.rank:
         fault.arm(case, folder)
-    command = f"{FEATURES[case.features].command} --save FOLDER/saved {fault.flags} {flags}"
+    command = f"{RUN} {FEATURES[case.features].flags} --save FOLDER/saved {fault.flags} {flags}"
     if _saved(folder):
         command += " --load FOLDER/saved"
 
@@ -375,32 +346,20 @@ def _succeed(code: int) -> None:
 
 def _note_program(file: Path) -> None:
     """Write the actions of the last iteration to a file."""
-
-    def note(iteration: Any, _: Callable[[Any], None]) -> None:
-        file.write_text("\n".join(map(str, iteration.program)))
-
-    _at_iteration(ITERATIONS, note)
-
-
-def _at_iteration(number: int, do: Callable[[Any, Any], Any]) -> None:
-    """Have ``do(iteration, handlers)`` called as an iteration begins; it may return handlers."""
     from megatron.fold3d.runtime import executor
 
-    make_table = executor._table
+    def note(_: Any, iteration: Any, __: Any) -> None:
+        if _iteration() == ITERATIONS:
+            file.write_text("\n".join(map(str, iteration.program)))
 
-    def table(features: Any, iteration: Any, innermost: Any) -> Any:
-        handlers = make_table(features, iteration, innermost)
-        if _iteration() + 1 == number:
-            return do(iteration, handlers) or handlers
-        return handlers
-
-    executor._table = table
+    watch(executor, "_table", note)
 
 
 def _iteration() -> int:
+    """Return the number of the iteration that runs, from 1."""
     from megatron.training import get_args
 
-    return int(get_args().curr_iteration)
+    return int(get_args().curr_iteration) + 1
 
 
 def _shorten_timeout() -> None:
@@ -459,6 +418,7 @@ def _set_tracker(folder: Path, iteration: int) -> None:
     (folder / "saved" / TRACKER).write_text(f"{iteration}")
 
 
+LAST = slice(-1, None)
 WORD = re.compile(r"error: the first to (?:fail|notice) was rank \d+", re.MULTILINE)
 
 
@@ -469,6 +429,7 @@ class Condition:
     Attributes:
         meet: makes it happen, in the rank's process; takes the job's folder.
         code: exit code of the rank.
+        where: the ranks that can meet it.
         is_harmless: the job goes on.
         loads: the job starts from a checkpoint.
         waits: others notice it when their transfers time out.
@@ -480,6 +441,7 @@ class Condition:
 
     meet: Callable[[Path], object]
     code: int = 1
+    where: slice = slice(None)
     is_harmless: bool = False
     loads: bool = False
     waits: bool = False
@@ -487,10 +449,6 @@ class Condition:
     stands: bool = False
     flags: str = ""
     resumed: str = ""
-
-    def ranks(self, num_ranks: int) -> Sequence[int]:
-        """Return the ranks that can meet it."""
-        return range(num_ranks)
 
     def launchers(self) -> Sequence[str]:
         """Return what can start a job that meets it: torchrun expects functions to return."""
@@ -512,35 +470,39 @@ class Condition:
 
     def untold(self, case: Case, ended: Ended) -> list[str]:
         """Return what is wrong with exit codes, and with what was said."""
-        found = []
         named = r"rank \d" if self.is_anybodys else f"rank {case.rank}"
         if case.launcher == "torchrun":
-            if ended.cause != case.rank and not self.is_anybodys:
-                found.append(f"torchrun names rank {ended.cause}")
-            elif ended.codes != {ended.cause: self.code}:
-                found.append(f"exit codes {ended.codes}")
             *_, last = ended.terminal.rpartition("Root Cause")
-            if f"rank      : {ended.cause} " not in last:
-                found.append("the last word does not name it")
-            if self.code > 0 and not re.search(named, last, re.IGNORECASE):
-                found.append(f"the last word does not say where {named} was")
-            return found
-        expected = dict.fromkeys(range(FEATURES[case.features].num_ranks), 1)
-        expected[case.rank] = self.code
+            is_one_of_these = self.is_anybodys or ended.cause == case.rank
+            is_told = self.code <= 0 or re.search(named, last, re.IGNORECASE)
+            return _wrong(
+                {
+                    f"torchrun names rank {ended.cause}": is_one_of_these,
+                    f"exit codes {ended.codes}": ended.codes == {ended.cause: self.code},
+                    "the last word does not name it": f"rank      : {ended.cause} " in last,
+                    f"the last word does not say where {named} was": is_told,
+                }
+            )
+        codes = dict.fromkeys(case.ranks, 1) | {case.rank: self.code}
         if self.stands:
-            del expected[case.rank]
-        if ended.codes != expected:
-            found.append(f"exit codes {ended.codes}")
-        if (count := len(WORD.findall(ended.terminal))) != 1:
-            found.append(f"the last word was spoken {count} times")
+            del codes[case.rank]
+        spoken = len(WORD.findall(ended.terminal))
         last = (ended.terminal.strip().splitlines() or [""])[-1]
-        if not WORD.search(last) or not re.search(named, last):
-            found.append(f"the last word is {last!r}")
-        if (count := ended.terminal.count("Traceback (most recent call last)")) < 1:
-            found.append(f"{count} tracebacks")
-        if not any(re.search(named, text) for text in ended.errors.values()):
-            found.append(f"no error file names {named}: {ended.errors}")
-        return found
+        is_filed = any(re.search(named, text) for text in ended.errors.values())
+        return _wrong(
+            {
+                f"exit codes {ended.codes}": ended.codes == codes,
+                f"the last word was spoken {spoken} times": spoken == 1,
+                f"the last word is {last!r}": WORD.search(last) and re.search(named, last),
+                "no traceback": "Traceback (most recent call last)" in ended.terminal,
+                f"no error file names {named}: {ended.errors}": is_filed,
+            }
+        )
+
+
+def _wrong(expected: Mapping[str, object]) -> list[str]:
+    """Return what is said of each thing that is not as expected."""
+    return [said for said, is_so in expected.items() if not is_so]
 
 
 @dataclass(frozen=True, slots=True)
@@ -548,46 +510,43 @@ class Fault(Condition):
     """A condition at an action of the fifth iteration."""
 
     def arm(self, case: Case, folder: Path) -> None:
-        def meet_at_action(iteration: Any, handlers: Any) -> Any:
+        from megatron.fold3d.runtime import executor
+
+        make_table = executor._table
+
+        def table(features: Any, iteration: Any, innermost: Any) -> Any:
+            handlers = make_table(features, iteration, innermost)
+            if _iteration() != FAULTY:
+                return handlers
             program = list(iteration.program)
             target = program[int(case.position * len(program) + 1e-6)]
-            (folder / "met").write_text(str(target))
 
-            def wrapped(handler: Callable[[Any], None]) -> Callable[[Any], None]:
-                def handle(action: Any) -> None:
-                    if action == target:
-                        self.meet(folder)
-                    handler(action)
+            def handle(handler: Callable[[Any], None], action: Any) -> None:
+                if action == target:
+                    self.meet(folder)
+                handler(action)
 
-                return handle
+            return {op: partial(handle, handler) for op, handler in handlers.items()}
 
-            return {op: wrapped(handler) for op, handler in handlers.items()}
-
-        _at_iteration(FAULTY, meet_at_action)
+        executor._table = table
 
 
 @dataclass(frozen=True, slots=True)
-class OnLastRank(Fault):
-    """A fault of the loss."""
-
-    def ranks(self, num_ranks: int) -> Sequence[int]:
-        return (num_ranks - 1,)
-
-
-@dataclass(frozen=True, slots=True)
-class Disputed(OnLastRank):
+class Disputed(Fault):
     """A wrong result that Megatron saves a checkpoint for, to look for the device at fault."""
 
     code: int = 16
+    where: slice = LAST
     resumed: str = "--rerun-mode disabled"
 
     def untold(self, case: Case, ended: Ended) -> list[str]:
-        found = []
-        if set(ended.codes.values()) != {self.code}:
-            found.append(f"exit codes {ended.codes}")
-        if f"Unexpected result nan on rank {case.rank} " not in ended.terminal:
-            found.append("nobody names the rank")
-        return found
+        named = f"Unexpected result nan on rank {case.rank} "
+        return _wrong(
+            {
+                f"exit codes {ended.codes}": set(ended.codes.values()) == {self.code},
+                "nobody names the rank": named in ended.terminal,
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -649,16 +608,15 @@ class OnLink(Fault):
 
     def untold(self, case: Case, ended: Ended) -> list[str]:
         """Return what is wrong: who reaches no store speaks too; rank 0's host has it."""
-        num_ranks = FEATURES[case.features].num_ranks
-        most = 2 if case.rank else num_ranks
-        found = []
-        if ended.codes != dict.fromkeys(range(num_ranks), 1):
-            found.append(f"exit codes {ended.codes}")
-        if not 1 <= (count := len(WORD.findall(ended.terminal))) <= most:
-            found.append(f"the last word was spoken {count} times")
-        if len(ended.errors) != num_ranks:
-            found.append(f"error files of ranks {[*ended.errors]}")
-        return found
+        most = 2 if case.rank else len(case.ranks)
+        spoken = len(WORD.findall(ended.terminal))
+        return _wrong(
+            {
+                f"exit codes {ended.codes}": ended.codes == dict.fromkeys(case.ranks, 1),
+                f"the last word was spoken {spoken} times": 1 <= spoken <= most,
+                f"error files of ranks {[*ended.errors]}": [*ended.errors] == [*case.ranks],
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -668,15 +626,11 @@ class AtSave(Condition):
     def arm(self, case: Case, folder: Path) -> None:
         from megatron.training import checkpointing
 
-        save = checkpointing.dist_checkpointing.save
-
-        def save_and_meet(*args: Any, **kwargs: Any) -> Any:
-            result = save(*args, **kwargs)
-            if _iteration() == 2 * SAVE_INTERVAL - 1:
+        def meet(*_: Any, **__: Any) -> None:
+            if _iteration() == LAST_SAVED:
                 self.meet(folder)
-            return result
 
-        checkpointing.dist_checkpointing.save = save_and_meet
+        watch(checkpointing.dist_checkpointing, "save", after=meet)
 
 
 @dataclass(frozen=True, slots=True)
@@ -685,7 +639,7 @@ class WithinSave(Condition):
 
     def arm(self, case: Case, folder: Path) -> None:
         def watch() -> None:
-            checkpoint = folder / "saved" / f"iter_{2 * SAVE_INTERVAL:07}"
+            checkpoint = folder / "saved" / f"iter_{LAST_SAVED:07}"
             while not (checkpoint.exists() and any(checkpoint.iterdir())):
                 time.sleep(0.0002)
             self.meet(folder)
@@ -694,42 +648,15 @@ class WithinSave(Condition):
 
 
 @dataclass(frozen=True, slots=True)
-class AtGroups(Condition):
-    """A condition while process groups are made: the others wait in torch's store."""
+class AtStart(Condition):
+    """A condition as a job that loads a checkpoint first calls a function of a module."""
 
     loads: bool = True
-    waits: bool = True
+    at: tuple[str, str] = ("", "")
 
     def arm(self, case: Case, folder: Path) -> None:
-        from torch import distributed
-
-        new_group = distributed.new_group
-        left = itertools.count(int(20 * case.position), -1)
-
-        def meet_and_make(*args: Any, **kwargs: Any) -> Any:
-            if next(left) == 0:
-                self.meet(folder)
-            return new_group(*args, **kwargs)
-
-        distributed.new_group = meet_and_make
-
-
-@dataclass(frozen=True, slots=True)
-class AtLoad(Condition):
-    """A condition as the tensors of a checkpoint are about to be read."""
-
-    loads: bool = True
-
-    def arm(self, case: Case, folder: Path) -> None:
-        from megatron.training import checkpointing
-
-        load = checkpointing.dist_checkpointing.load
-
-        def meet_and_load(*args: Any, **kwargs: Any) -> Any:
-            self.meet(folder)
-            return load(*args, **kwargs)
-
-        checkpointing.dist_checkpointing.load = meet_and_load
+        module, name = self.at
+        watch(import_module(module), name, lambda *_, **__: self.meet(folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -738,23 +665,18 @@ class BrokenShard(Condition):
 
     loads: bool = True
     is_anybodys: bool = True
-
-    def ranks(self, num_ranks: int) -> Sequence[int]:
-        return (0,)
+    where: slice = slice(1)
 
     def prepare(self, folder: Path) -> None:
-        for shard in (folder / "saved" / f"iter_{2 * SAVE_INTERVAL:07}").glob("*.distcp"):
+        for shard in (folder / "saved" / f"iter_{LAST_SAVED:07}").glob("*.distcp"):
             os.truncate(shard, shard.stat().st_size // 2)
 
     def mend(self, folder: Path) -> None:
         _set_tracker(folder, SAVE_INTERVAL)
 
 
-def _kill(with_signal: signal.Signals) -> Callable[[Path], None]:
-    def kill(_: Path) -> None:
-        os.kill(os.getpid(), with_signal)
-
-    return kill
+def _kill(with_signal: signal.Signals, _: Path) -> None:
+    os.kill(os.getpid(), with_signal)
 
 
 def _leave(_: Path) -> None:
@@ -803,23 +725,16 @@ def _cut_cable(folder: Path) -> None:
 def _spoil_loss(_: Path) -> None:
     from megatron.fold3d.training import gpt
 
-    get_batch = gpt.get_batch
-
-    def spoilt(*args: Any) -> Any:
-        batch = get_batch(*args)
+    def spoil(batch: dict[str, Any], *_: Any) -> None:
         if batch.get("loss_mask") is not None:
             batch["loss_mask"] = batch["loss_mask"] * float("nan")
-        return batch
 
-    gpt.get_batch = spoilt
+    watch(gpt, "get_batch", after=spoil)
 
 
-def _jump_clock(by_s: float) -> Callable[[Path], None]:
-    def jump(_: Path) -> None:
-        clock = time.time
-        time.time = lambda: clock() + by_s
-
-    return jump
+def _jump_clock(by_s: float, _: Path) -> None:
+    clock = time.time
+    time.time = lambda: clock() + by_s
 
 
 def _nothing(_: Path) -> None:
@@ -827,26 +742,30 @@ def _nothing(_: Path) -> None:
 
 
 NOTHING = "nothing"
+_SIGKILL = partial(_kill, signal.SIGKILL)
 FAULTS: Mapping[str, Condition] = {
-    "SIGKILL": Fault(_kill(signal.SIGKILL), code=-9),
-    "SIGTERM": Fault(_kill(signal.SIGTERM), code=-15),
+    "SIGKILL": Fault(_SIGKILL, code=-9),
+    "SIGTERM": Fault(partial(_kill, signal.SIGTERM), code=-15),
     "leaves": Fault(_leave, code=0, is_anybodys=True),
-    "SIGSTOP": Fault(_kill(signal.SIGSTOP), waits=True, is_anybodys=True, stands=True),
+    "SIGSTOP": Fault(partial(_kill, signal.SIGSTOP), waits=True, is_anybodys=True, stands=True),
     "SIGSTOP for 1 s": Fault(_stop_for_a_while, is_harmless=True),
     "closed sockets": Fault(_close_sockets, is_anybodys=True),
     "out of memory": Fault(_exhaust_memory),
-    "NaN in a batch": OnLastRank(_spoil_loss, flags="--rerun-mode disabled"),
+    "NaN in a batch": Fault(_spoil_loss, where=LAST, flags="--rerun-mode disabled"),
     "NaN that is disputed": Disputed(_spoil_loss),
     "full disk": OnDisk(_fill_disk),
     "read-only folder": OnDisk(_make_read_only),
     "stalled link": OnLink(_cut_cable, for_s=2.0, is_harmless=True),
     "cut link": OnLink(_cut_cable, waits=True),
-    "clock set back": Fault(_jump_clock(-7200.0), is_harmless=True),
-    "clock set forward": Fault(_jump_clock(7200.0), is_harmless=True),
-    "killed within a save": WithinSave(_kill(signal.SIGKILL), code=-9),
-    "killed behind a save": AtSave(_kill(signal.SIGKILL), code=-9),
-    "killed as groups are made": AtGroups(_kill(signal.SIGKILL), code=-9),
-    "killed at a load": AtLoad(_kill(signal.SIGKILL), code=-9),
+    "clock set back": Fault(partial(_jump_clock, -7200.0), is_harmless=True),
+    "clock set forward": Fault(partial(_jump_clock, 7200.0), is_harmless=True),
+    "killed within a save": WithinSave(_SIGKILL, code=-9),
+    "killed behind a save": AtSave(_SIGKILL, code=-9),
+    # The others wait in torch's store.
+    "killed as groups are made": AtStart(
+        _SIGKILL, code=-9, waits=True, at=("torch.distributed", "new_group")
+    ),
+    "killed at a load": AtStart(_SIGKILL, code=-9, at=("megatron.core.dist_checkpointing", "load")),
     "broken shards": BrokenShard(_nothing),
 }
 CONDITIONS = {**FAULTS, NOTHING: Condition(_nothing, is_harmless=True)}
@@ -854,35 +773,23 @@ CONDITIONS = {**FAULTS, NOTHING: Condition(_nothing, is_harmless=True)}
 
 def main() -> int:
     """Sweep for some minutes; returns 1 if a case was not as it should be."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser = options(__doc__, "faults.jsonl")
     parser.add_argument("--only", default="", help="words that a case has, separated by commas")
-    parser.add_argument("--log", type=Path, default=Path("out/faults.jsonl"))
-    options = parser.parse_args()
-    options.log.parent.mkdir(parents=True, exist_ok=True)
-    until_s = time.monotonic() + 60 * options.minutes
+    args = parser.parse_args()
+    end_s = time.monotonic() + 60 * args.minutes
     order = cases()
     print(f"{len(order)} cases", flush=True)
-    random.Random(options.seed).shuffle(order)
-    words = [word.strip() for word in options.only.split(",")]
+    random.Random(args.seed).shuffle(order)
+    words = [word.strip() for word in args.only.split(",")]
     order = [case for case in order if all(word in str(case) for word in words)]
     counts: Counter[str] = Counter()
-    with options.log.open("a") as log:
-        for number, case in enumerate(order[options.first :], options.first):
-            if time.monotonic() > until_s:
-                break
-            found = problems(case)
-            counts["wrong" if found else "right"] += 1
-            row = {"seed": options.seed, "number": number, "case": str(case), "found": found}
-            log.write(json.dumps(row) + "\n")
-            log.flush()
-            if found:
-                print(f"{number}: {case}:", *found, sep="\n", flush=True)
-    print(f"seed {options.seed}, cases from {options.first} on: {dict(counts)}")
+    for number, case in until(end_s, enumerate(order[args.first :], args.first)):
+        found = problems(case)
+        counts["wrong" if found else "right"] += 1
+        append(args.log, seed=args.seed, number=number, case=str(case), found=found)
+        if found:
+            print(f"{number}: {case}:", *found, sep="\n", flush=True)
+    print(f"seed {args.seed}, cases from {args.first} on: {dict(counts)}")
     return int(counts["wrong"] > 0)
 
 

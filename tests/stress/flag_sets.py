@@ -12,6 +12,8 @@ from argparse import ArgumentError, ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from graphlib import TopologicalSorter
+from itertools import product
 from tempfile import NamedTemporaryFile
 from unittest.mock import patch
 
@@ -296,26 +298,18 @@ class FlagSet:
         text = " ".join(filter(None, words))
         # Stock's interleaved schedule wants a whole group in evaluation, too.
         few = self.m if self.one_group else self.pp if self.segments > 1 else 1
-        for name, value in (
-            ("m", self.m),
-            ("dp", self.dp),
-            ("few", few * one),
-            ("segments", self.segments - 1),
-        ):
+        sizes = {"m": self.m, "dp": self.dp, "few": few * one, "segments": self.segments - 1}
+        for name, value in sizes.items():
             text = text.replace(f"{{{name}}}", str(value))
         return tuple(shlex.split(text))
 
     def _layers(self) -> str:
-        match self.setting("layers"):
-            case "two":
-                return f"--num-layers {2 * self.stages}"
-            case "more first":
-                first = f"--decoder-first-pipeline-num-layers {2 * self.segments}"
-                return f"--num-layers {self.stages + self.segments} {first}"
-            case "more last":
-                last = f"--decoder-last-pipeline-num-layers {2 * self.segments}"
-                return f"--num-layers {self.stages + self.segments} {last}"
-        return f"--num-layers {self.stages}"
+        layers = self.setting("layers")
+        if layers.startswith("more"):
+            _, end = layers.split()
+            more = f"--decoder-{end}-pipeline-num-layers {2 * self.segments}"
+            return f"--num-layers {self.stages + self.segments} {more}"
+        return f"--num-layers {self.stages * (2 if layers == 'two' else 1)}"
 
     def _batches(self, one: int) -> str:
         if self.setting("batches") != "ramp-up":
@@ -428,12 +422,8 @@ def _another_order(ours: FlagSet) -> str:
     schedule = ours.setting("schedule")
     # Of experts, which tensor parallelism may not cut.
     if ours.dp * (ours.tp if EXPERTS in " ".join(ours.settings.values()) else 1) > 2:
-        parts = (
-            AUTO,
-            "=auto",
-            "wgrad",
-            "zb-",
-        )  # sums between weight gradients, which may be in parts
+        # Sums between weight gradients, which may be in parts.
+        parts = (AUTO, "=auto", "wgrad", "zb-")
         loose = "deterministic" not in ours.setting("checks")
         if loose and any(part in " ".join(map(ours.setting, OURS)) for part in parts):
             return "replicas: parts of sums add up in another order without --deterministic-mode"
@@ -490,53 +480,46 @@ def add_own_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--tried", help="a seed of the choices that auto tries")
 
 
+_OPS = "FRBW"
+
+
 def random_plan(ours: FlagSet) -> str:
     """Return a plan of which it is only known that it ends: the text of a plan file.
 
     All ranks together take one action after another, each drawn from those whose inputs are there.
     """
     dice = random.Random(ours.plan_seed)
-    split = _numbers(ours.setting("weight gradients"), ours)
-    last = ours.stages - 1
+    _, _, segment = ours.setting("weight gradients").partition("@")
+    split = {"": (), "0": (0,)}.get(segment, (ours.segments - 1,))
     early = {"": range(0), ":recompute=early@0": range(ours.pp)}.get(
         ours.setting("early recomputation"), range(ours.stages)
     )
-    done: set[str] = set()
-    programs: list[list[str]] = [[] for _ in range(ours.pp)]
     lean = [dice.choice((1, 1, 3, 10)) for _ in range(ours.pp)]  # towards forwards
-
-    def wanted() -> Iterator[tuple[str, int]]:
-        for stage in range(ours.stages):
-            for op in "FRBW":
-                if (op == "R" and stage not in early) or (
-                    op == "W" and stage // ours.pp not in split
-                ):
-                    continue
-                batch = next((j for j in range(ours.m) if f"{stage}{op}{j}" not in done), None)
-                if batch is None:
-                    continue
-                needs = {
-                    "F": [f"{stage - 1}F{batch}"] if stage else [],
-                    "R": [f"{stage}F{batch}"],
-                    "B": [
-                        f"{stage}F{batch}",
-                        *([f"{stage + 1}B{batch}"] if stage < last else []),
-                        *([f"{stage}R{batch}"] if stage in early else []),
-                    ],
-                    "W": [f"{stage}B{batch}"],
-                }[op]
-                if done.issuperset(needs):
-                    yield f"{stage}{op}{batch}", lean[stage % ours.pp] if op == "F" else 1
-
-    while choices := [*wanted()]:
-        names, weights = zip(*choices, strict=True)
-        (name,) = dice.choices(names, weights)
-        done.add(name)
-        stage = int(name[: next(i for i, letter in enumerate(name) if letter.isalpha())])
-        programs[stage % ours.pp].append(name)
+    actions = {
+        (stage, op, batch)
+        for stage, op, batch in product(range(ours.stages), _OPS, range(ours.m))
+        if (op != "R" or stage in early) and (op != "W" or stage // ours.pp in split)
+    }
+    order: TopologicalSorter[tuple[int, str, int]] = TopologicalSorter()
+    for stage, op, batch in actions:
+        inputs = {
+            "F": ((stage - 1, "F"),),
+            "R": ((stage, "F"),),
+            "B": ((stage, "F"), (stage, "R"), (stage + 1, "B")),
+            "W": ((stage, "B"),),
+        }[op]
+        needs = {(stage, op, batch - 1), *((*place, batch) for place in inputs)}
+        order.add((stage, op, batch), *(needs & actions))
+    order.prepare()
+    programs: list[list[str]] = [[] for _ in range(ours.pp)]
+    ready: set[tuple[int, str, int]] = set()
+    while order.is_active():
+        ready.update(order.get_ready())
+        choices = sorted(ready, key=lambda action: (action[0], _OPS.index(action[1])))
+        weights = [lean[stage % ours.pp] if op == "F" else 1 for stage, op, _ in choices]
+        (action,) = dice.choices(choices, weights)
+        ready.remove(action)
+        order.done(action)
+        stage, op, batch = action
+        programs[stage % ours.pp].append(f"{stage}{op}{batch}")
     return "".join(" ".join(program) + "\n" for program in programs)
-
-
-def _numbers(setting: str, ours: FlagSet) -> set[int]:
-    numbers = filter(None, [setting.partition("@")[2]])
-    return {ours.segments - 1 if "{" in number else int(number) for number in numbers}

@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron.fold3d.policy.predicted import Predicted
 from tests.distributed import RankError, run_distributed
-from tests.end_to_end.training import Record, as_known, differences, train
+from tests.end_to_end.training import Record, as_known, differences, since, train, watch
 from tests.stress.flag_sets import (
     FlagSet,
     add_own_arguments,
@@ -31,6 +31,7 @@ from tests.stress.flag_sets import (
     refusal,
     refusal_of,
 )
+from tests.stress.program import append, options, until
 
 VARIANTS = 6  # of ours for one run of stock
 SAVED = 2  # the iteration after which a checkpoint is taken
@@ -70,16 +71,13 @@ def compare(variants: Sequence[FlagSet]) -> Iterator[Result]:
             continue
         try:
             found = _found(flags, expected)
+            outcome, why = DIFFERENT if found else EQUAL, "\n".join(found[:20])
         except RankError as error:
             outcome = REFUSED if "RefusedError" in str(error) else FAILED
-            if flags.setting("checkpoint") and outcome == FAILED and _stock_fails(flags):
-                outcome = STOCK_FAILED
-            yield Result(flags, outcome, _traceback(error))
-        else:
-            outcome = DIFFERENT if found else EQUAL
-            if flags.setting("checkpoint") and found and _stock_fails(flags):
-                outcome = STOCK_FAILED
-            yield Result(flags, outcome, "\n".join(found[:20]))
+            why = _traceback(error)
+        if outcome in FINDINGS and flags.setting("checkpoint") and _stock_fails(flags):
+            outcome = STOCK_FAILED
+        yield Result(flags, outcome, why)
 
 
 def _found(flags: FlagSet, stock: Sequence[Record]) -> list[str]:
@@ -89,12 +87,12 @@ def _found(flags: FlagSet, stock: Sequence[Record]) -> list[str]:
         (folder / "plan").write_text(random_plan(flags))
         also = f"{flags.saving(name)} {flags.setting('checkpoint format')}".split()
         commands = {
-            "ours": [
-                word.replace("PLAN", f"{folder}/plan").replace("FOLDER", name)
-                for word in flags.ours()
-            ],
-            "aiao": [word.replace("FOLDER", name) for word in flags.aiao()],
-            "stock": [*flags.stock(), *also],
+            run: [word.replace("PLAN", f"{folder}/plan").replace("FOLDER", name) for word in words]
+            for run, words in (
+                ("ours", flags.ours()),
+                ("aiao", flags.aiao()),
+                ("stock", (*flags.stock(), *also)),
+            )
         }
         if not flags.setting("checkpoint"):
             return _differences(_trained(flags.num_ranks, commands["ours"]), stock)
@@ -102,16 +100,8 @@ def _found(flags: FlagSet, stock: Sequence[Record]) -> list[str]:
         whole = _trained(flags.num_ranks, commands[saves])
         (folder / "saved/latest_checkpointed_iteration.txt").write_text(f"{SAVED}")
         resumed = _trained(flags.num_ranks, [*commands[resumes], "--load", f"{name}/saved"])
-        rest = []
-        for mine, record in zip(resumed, stock, strict=True):
-            skipped = len(record.evaluations) - len(mine.evaluations)
-            rest.append(
-                replace(
-                    record,
-                    iterations=record.iterations[SAVED:],
-                    evaluations=record.evaluations[skipped:],
-                )
-            )
+        skipped = len(stock[0].evaluations) - len(resumed[0].evaluations)
+        rest = since(SAVED, stock, skipped)
         return [*_differences(whole, stock), *_differences(resumed, rest)]
 
 
@@ -167,15 +157,12 @@ def train_or_refuse(argv: Sequence[str]) -> Record:
 def _freeze(pattern: str) -> None:
     from megatron.core.models.gpt import GPTModel
 
-    init = GPTModel.__init__
-
-    def frozen(self: GPTModel, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        for name, parameter in self.named_parameters():
-            if re.search(pattern, f"{self.vp_stage or 0}.{name}"):
+    def freeze(_: None, model: GPTModel, *__: Any, **___: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if re.search(pattern, f"{model.vp_stage or 0}.{name}"):
                 parameter.requires_grad = False
 
-    GPTModel.__init__ = frozen
+    watch(GPTModel, "__init__", after=freeze)
 
 
 def _try(dice: random.Random) -> None:
@@ -229,41 +216,24 @@ def described(result: Result) -> dict[str, Any]:
 
 def main() -> int:
     """Fuzz for some minutes; returns 1 if a run of ours differed or failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--first", type=int, default=0, help="the number of the first draw")
+    parser = options(__doc__, "fuzz.jsonl")
     parser.add_argument("--draws", type=int, default=1 << 30)
-    parser.add_argument("--log", type=Path, default=Path("out/fuzz.jsonl"))
     parser.add_argument("--having", default="", help="a setting of ours that each run has")
     parser.add_argument("--no-shrink", action="store_true")
-    options = parser.parse_args()
-    options.log.parent.mkdir(parents=True, exist_ok=True)
-    end_s = time.monotonic() + 60 * options.minutes
+    args = parser.parse_args()
     counts: Counter[str] = Counter()
-    draws = 0
-    with options.log.open("a") as log:
-        for number in range(options.first, options.first + options.draws):
-            if time.monotonic() > end_s:
-                break
-            variants, refused = draw(f"{options.seed}/{number}", VARIANTS, options.having)
-            draws += 1
-            counts["refused before it was run"] += len(refused)
-            for result in compare(variants):
-                counts[result.outcome] += 1
-                row = {"seed": options.seed, "draw": number, **described(result)}
-                log.write(json.dumps(row) + "\n")
-                log.flush()
-                if result.outcome not in FINDINGS:
-                    continue
-                smallest = result if options.no_shrink else shrink(result)
+    number = args.first - 1
+    end_s = time.monotonic() + 60 * args.minutes
+    for number in until(end_s, range(args.first, args.first + args.draws)):
+        variants, refused = draw(f"{args.seed}/{number}", VARIANTS, args.having)
+        counts["refused before it was run"] += len(refused)
+        for result in compare(variants):
+            counts[result.outcome] += 1
+            append(args.log, seed=args.seed, draw=number, **described(result))
+            if result.outcome in FINDINGS:
+                smallest = result if args.no_shrink else shrink(result)
                 print(f"draw {number}: {json.dumps(described(smallest), indent=1)}", flush=True)
-    print(
-        f"seed {options.seed}, draws {options.first} to {options.first + draws - 1}:",
-        *counts.items(),
-    )
+    print(f"seed {args.seed}, draws {args.first} to {number}:", *counts.items())
     return int(any(counts[outcome] for outcome in FINDINGS))
 
 

@@ -21,6 +21,7 @@ from tests.gpu_path.cases import CASES, Case, found_by, found_without, wrong
 from tests.gpu_path.late_device import Delays
 from tests.gpu_path.late_training import Late
 from tests.gpu_path.mutations import MUTATIONS, Mutation
+from tests.stress.program import until
 
 ONE_QUEUE, MANY = 1, 64
 QUEUES = (ONE_QUEUE, 8, MANY)
@@ -77,11 +78,10 @@ def _shows(mutation: Mutation, folder: str) -> bool:
 
 
 def _schedules(seed: int, seconds: float, at_most: int | None, folder: str) -> int:
-    ends, failures = time.monotonic() + seconds, 0
+    failures = 0
     done: Counter[str] = Counter()
-    for number in count() if at_most is None else range(at_most):
-        if time.monotonic() > ends:
-            break
+    numbers = count() if at_most is None else range(at_most)
+    for number in until(time.monotonic() + seconds, numbers):
         case, late = _draw(seed + number)
         found = wrong(case, late, folder)
         failures += bool(found)

@@ -5,14 +5,15 @@ python -m tests.stress.growth --iterations 200 --ours "--schedule aiao --shard-s
 """
 
 import argparse
-import functools
 import os
 import shlex
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from tests.distributed import run_distributed
+from tests.end_to_end.training import watch
 from tests.stress.flag_sets import MODEL
 
 NUM_RANKS = 2
@@ -37,7 +38,9 @@ def main() -> int:
     parser.add_argument("--ours", default=OURS, help="flags of the schedule")
     parser.add_argument("--ranks", type=int, default=NUM_RANKS)
     options = parser.parse_args()
-    ranks = run_distributed(watch, options.ranks, options.iterations, options.ours, timeout_s=36000)
+    ranks = run_distributed(
+        train_and_sample, options.ranks, options.iterations, options.ours, timeout_s=36000
+    )
     for rank, samples in enumerate(ranks):
         sizes = ", ".join(f"{size / 2**20:.1f}" for size, _, _ in samples)
         print(f"rank {rank}: MiB {sizes}; threads {samples[-1][1]}; open files {samples[-1][2]}")
@@ -46,25 +49,20 @@ def main() -> int:
     return int(bool(grown))
 
 
-def watch(iterations: int, ours: str) -> list[Sample]:
+def train_and_sample(iterations: int, ours: str) -> list[Sample]:
     """Train on this rank; returns what it holds at equal distances."""
     from megatron.training import training
 
     import pretrain_gpt
 
     samples: list[Sample] = []
-    train_step, count = training.train_step, 0
+    numbers = count(1)
 
-    @functools.wraps(train_step)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        result = train_step(*args, **kwargs)
-        count += 1
-        if count % (iterations // SAMPLES) == 0:
+    def sample(*_: Any, **__: Any) -> None:
+        if next(numbers) % (iterations // SAMPLES) == 0:
             samples.append(_sample())
-        return result
 
-    training.train_step = counted
+    watch(training, "train_step", after=sample)
     length = f"--train-iters {iterations} --lr-decay-iters {2 * iterations}"
     assert pretrain_gpt.main(shlex.split(f"{RUN} {length} {ours}")) == 0
     return samples

@@ -30,6 +30,7 @@ from megatron.fold3d.plan.schedules import (
 )
 from megatron.fold3d.predict.simulator.device_run import verify_on_device
 from tests.plans import planned
+from tests.stress.program import until
 
 MOST_RANKS, MOST_SEGMENTS, MOST_MICROBATCHES = 8, 4, 16
 
@@ -118,15 +119,13 @@ def main() -> int:
         Random(options.seed).shuffle(among)
     played: Counter[str] = Counter()
     num_rejected = 0
-    for case in among:
+    for case in until(ends, among):
         played[case.schedule] += 1
         try:
             verify_on_device(case.plan(), 1, tensor_parallel=case.tensor_parallel)
         except PlanError as error:
             num_rejected += 1
             print(f"{case}: {error}", flush=True)
-        if time.monotonic() >= ends:
-            break
     print(", ".join(f"{schedule} {count}" for schedule, count in played.items()))
     print(f"{played.total()} plans with one hardware queue, {num_rejected} of them do not end")
     return int(bool(num_rejected))

@@ -43,6 +43,7 @@ _MODEL = (
     "--eval-interval 9 --bf16 --transformer-impl local --attention-dropout 0 --hidden-dropout 0 "
     "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion"
 )
+_ORDERS = ("stock", "aiao", "aiao", "afab", "interleaved", "1f1b", "breadth-first", "zb-h1")
 _SHARDED = "--use-distributed-optimizer --overlap-param-gather"
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -67,9 +68,7 @@ class Job:
 def draw(dice: random.Random) -> Job:
     """Return a job; one in some is refused, by both."""
     ranks, replicas = dice.choice((1, 2, 2, 4)), dice.choice((1, 2, 2, 4))
-    order = dice.choice(
-        (*("stock", "aiao", "aiao", "afab", "interleaved", "1f1b", "breadth-first", "zb-h1"),)
-    )
+    order = dice.choice(_ORDERS)
     segments = 1 if order in ONE_SEGMENT_SCHEDULES or ranks == 1 else dice.choice((1, 2, 3, 4))
     each = dice.choice((1, 2, 3))  # layers of a stage
     layers, hidden, length = each * ranks * segments, dice.choice((1024, 2048)), 1024
@@ -78,7 +77,7 @@ def draw(dice: random.Random) -> Job:
         microbatches = ranks * dice.randint(1, 4)
     sharded = replicas > 1 and segments > 1 and dice.random() < 0.5
     recomputes = order != "stock" and dice.random() < 0.3
-    word, shards = _word(order, ranks, segments, replicas, sharded, recomputes, dice)
+    word, shards = _word(order, (ranks, segments, replicas), sharded, recomputes, dice)
     flags = [
         *(_MODEL, f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads 16"),
         f"--seq-length {length} --max-position-embeddings {length} --schedule {word}",
@@ -97,38 +96,32 @@ def draw(dice: random.Random) -> Job:
     if sharded:
         flags.append(_SHARDED)
         short.append("--use-distributed-optimizer")
+    both = []
     if recomputes and each > 1 and dice.random() < 0.5:
         counts = ",".join(str(dice.randint(0, each)) for _ in range(ranks * segments))
-        flags.append(f"--recompute-layers {counts}")
-        short.append(f"--recompute-layers {counts}")
+        both.append(f"--recompute-layers {counts}")
     elif recomputes:
         flags.append(_FULL)
         short.append("--recompute full")
     if shards:
-        flags.append("--shard-segments weights")
-        short.append("--shard-segments weights")
+        both.append("--shard-segments weights")
     gpus = ranks * replicas
     cluster = _CLUSTER.format(gpus=gpus, nic=dice.choice((3e9, 6.25e9, 2.5e10)))
-    return Job(" ".join(flags), " ".join(short), cluster, gpus)
+    return Job(" ".join([*flags, *both]), " ".join([*short, *both]), cluster, gpus)
 
 
 def _word(
-    order: str,
-    ranks: int,
-    segments: int,
-    replicas: int,
-    sharded: bool,
-    recomputes: bool,
-    dice: random.Random,
+    order: str, sizes: tuple[int, int, int], sharded: bool, recomputes: bool, dice: random.Random
 ) -> tuple[Word, bool]:
-    """Return a word, and whether segments are sharded."""
+    """Return a word, and whether segments are sharded; sizes are ranks, segments and replicas."""
+    ranks, segments, replicas = sizes
     some = tuple(sorted(dice.sample(range(segments), dice.randint(1, segments))))
     parts, shards, defers = [], False, False
     if order == "stock":
         return Word(order), False
     if sharded and dice.random() < 0.3:
-        ends = {0, segments - 1} <= {*some} or not {0, segments - 1} & {*some} or ranks == 1
-        if ends:  # tied embeddings
+        ends = {0, segments - 1}  # whose embeddings are tied
+        if ends <= {*some} or not ends & {*some} or ranks == 1:
             parts.append(Part("optimizer", "replicated", some))
     elif sharded and dice.random() < 0.3:
         shards = True

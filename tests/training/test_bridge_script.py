@@ -110,39 +110,29 @@ def test_a_mistake_in_a_flag_ends_the_script_in_one_line(
     assert f"error: {reason}" in line
 
 
-def several_modules(config: Any) -> None:
-    config.model.dist_train = SimpleNamespace(use_dist_train=True)
-
-
-def without_global_groups(config: Any) -> None:
-    config.dist.use_decentralized_pg = True
-
-
-def four_segments(config: Any) -> None:
-    config.model.virtual_pipeline_model_parallel_size = 4
-
-
-def graphs(config: Any) -> None:
-    config.model.cuda_graph_impl = "local"
+SEVERAL_MODULES = SimpleNamespace(use_dist_train=True)
+FOUR_SEGMENTS = "--segments 2 with --num-virtual-stages-per-pipeline-rank 4: "
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("part", "name", "value", "reason"),
     [
-        (several_modules, "a model of several modules: "),
-        (without_global_groups, "use_decentralized_pg: "),
-        (four_segments, "--segments 2 with --num-virtual-stages-per-pipeline-rank 4: "),
-        (graphs, "--cuda-graph-impl local with --schedule aiao: "),
+        ("model", "dist_train", SEVERAL_MODULES, "a model of several modules: "),
+        ("dist", "use_decentralized_pg", True, "use_decentralized_pg: "),
+        ("model", "virtual_pipeline_model_parallel_size", 4, FOUR_SEGMENTS),
+        ("model", "cuda_graph_impl", "local", "--cuda-graph-impl local with --schedule aiao: "),
     ],
 )
 def test_a_configuration_that_cannot_work_ends_pretrain_in_one_line(
     update: Callable[[Any], None],
     config: Any,
     capsys: pytest.CaptureFixture[str],
-    change: Callable[[Any], None],
+    part: str,
+    name: str,
+    value: Any,
     reason: str,
 ) -> None:
-    change(config)
+    setattr(getattr(config, part), name, value)
     with fold3d.bridge(schedule="aiao", segments=2, device="cpu"):
         with pytest.raises(SystemExit):
             update(config)

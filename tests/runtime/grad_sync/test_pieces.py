@@ -18,7 +18,8 @@ from megatron.fold3d.runtime.grad_sync.pieces import (
 )
 from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients
 from tests.distributed import run_distributed
-from tests.runtime.grad_sync.buckets import bucket_of, group_of
+from tests.end_to_end.training import watch
+from tests.runtime.grad_sync.buckets import Group, bucket_of, group_of
 
 A, B, C = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
 
@@ -34,6 +35,10 @@ def bucket() -> Any:
 
 def numbers(parts: Any) -> list[list[int]]:
     return [part.int().tolist() for part in parts]
+
+
+def viewed(pieces: Any) -> list[list[int]]:
+    return numbers(view for piece in pieces for view in piece.views)
 
 
 def test_a_slice_holds_no_more_than_its_bytes(bucket: Any):
@@ -61,19 +66,14 @@ def test_each_gradient_is_scaled_and_handed_over_once(bucket: Any):
     gradients = StageGradients(chunk, 0)
 
     def complete(*unfinished: torch.nn.Parameter) -> list[list[int]]:
-        return numbers(
-            view for piece in gradients.complete(set(unfinished)) for view in piece.views
-        )
+        return viewed(gradients.complete(set(unfinished)))
 
     assert complete(B) == [[0, 2], [10, 12, 14, 16, 18]]
     assert complete(B) == []
     assert complete() == [[4, 6, 8]]
     assert complete() == []
-    assert numbers(view for piece in gradients.take(1000) for view in piece.views) == [
-        *([0, 2], [10, 12, 14, 16, 18]),
-        [4, 6, 8],
-    ]
-    assert numbers(view for piece in gradients.take(1000) for view in piece.views) == []
+    assert viewed(gradients.take(1000)) == [[0, 2], [10, 12, 14, 16, 18], [4, 6, 8]]
+    assert viewed(gradients.take(1000)) == []
     assert group.grad_reduce_finished
 
 
@@ -90,19 +90,7 @@ def test_a_part_is_exact_to_the_element(
     bucket: Any, left: int, first: list[list[int]], rest: list[list[int]]
 ):
     whole = [Piece(((data,),), None, None) for data in slices(bucket, (), 16, 0, 10)]
-    found = [
-        numbers(view for part in parts for view in part.views) for parts in split_after(whole, left)
-    ]
-    assert found == [first, rest]
-
-
-def sharded(data: torch.Tensor, begin: int, end: int) -> Piece:
-    group: Any = SimpleNamespace(size=lambda: 2)
-    config = SimpleNamespace(
-        average_in_collective=False, reduce_scatter_with_fp32_accumulation=False
-    )
-    bucket = SimpleNamespace(grad_data=data)
-    return of_shards(SimpleNamespace(ddp_config=config), bucket, begin, end, group)
+    assert [viewed(part) for part in split_after(whole, left)] == [first, rest]
 
 
 def test_what_is_reduced_in_the_iteration_of_one_shard_is_so_of_all(bucket: Any):
@@ -129,11 +117,8 @@ def test_what_is_reduced_in_the_iteration_of_one_shard_is_so_of_all(bucket: Any)
 def test_a_part_is_cut_from_every_shard_alike(
     bucket: Any, left: int, first: list[list[int]], rest: list[list[int]]
 ):
-    parts = split_after([sharded(bucket.grad_data, 0, 5)], left)
-    assert [numbers(view for part in half for view in part.views) for half in parts] == [
-        first,
-        rest,
-    ]
+    whole = of_shards(group_of(bucket, None), bucket, 0, 5, Group(2))
+    assert [viewed(part) for part in split_after([whole], left)] == [first, rest]
 
 
 @pytest.mark.gloo
@@ -146,13 +131,10 @@ def _start_in_parts() -> list[int]:
     """Return the bytes that each of some steps starts to reduce."""
     started: list[int] = []
 
-    reduce = Piece.reduce
-
-    def counted(piece: Piece) -> Any:
+    def count(piece: Piece) -> None:
         started[-1] += piece.num_bytes
-        return reduce(piece)
 
-    Piece.reduce = counted  # type: ignore[method-assign]
+    watch(Piece, "reduce", count)
     dist.init_process_group("gloo")
     group = group_of(bucket_of(torch.arange(10.0), RANGES), dist.group.WORLD)
     chunk = Chunk(1, 1)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.fold3d.runtime.grad_sync import stage_gradients
 from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients, spread
 from tests.distributed import run_distributed
-from tests.runtime.grad_sync.buckets import bucket_of, group_of
+from tests.runtime.grad_sync.buckets import Group, bucket_of, group_of
 
 # Of a bucket of 12 gradients and three replicas: within a shard, over two edges, up to the ends.
 PARTS = ((5, 7), (3, 5), (7, 12), (0, 3))
@@ -59,27 +59,16 @@ def _reduce_parts(most_balanced: int) -> tuple[list[int], list[float], list[floa
     return [len(some) for some in transfers], own, expected.tolist()
 
 
-class Group:
-    """A process group of three."""
-
-    def size(self) -> int:
-        return 3
-
-
 @pytest.mark.parametrize(
     ("is_sharded", "force_all_reduce", "a_there", "b_there"),
-    [
-        (True, False, [2, 0, 0], [1, 4, 3]),
-        (True, True, [2], [8]),
-        (False, False, [2], [8]),
-    ],
+    [(True, False, [2, 0, 0], [1, 4, 3]), (True, True, [2], [8]), (False, False, [2], [8])],
 )
 def test_parameters_are_spread_over_shards(
     is_sharded: bool, force_all_reduce: bool, a_there: list[int], b_there: list[int]
 ):
     a, b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     bucket = bucket_of(torch.zeros(12), {a: (1, 3), b: (3, 11)})
-    group = group_of(bucket, Group(), is_sharded=is_sharded)
+    group = group_of(bucket, Group(3), is_sharded=is_sharded)
     chunk = SimpleNamespace(bucket_groups=[group], force_all_reduce=force_all_reduce)
     assert spread(chunk, {a}) == a_there
     assert spread(chunk, {b}) == b_there

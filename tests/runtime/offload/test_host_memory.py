@@ -1,6 +1,5 @@
 """What the host has left is known, and asked before it is taken."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.runtime.offload import host_memory
 from megatron.fold3d.runtime.offload.host_memory import HostMemoryError
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool
+from tests.programs import ran
 
 PLAN = add_offload(build("afab", num_ranks=2, num_segments=1, num_microbatches=10))
 GIB = 1 << 30
@@ -105,6 +105,5 @@ def test_memory_that_was_taken_is_there_so_that_the_next_rank_counts_it():
 def test_ranks_look_and_take_one_after_the_other():
     other = "import fcntl; fcntl.flock(open('/proc/meminfo'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     with host_memory._turn():
-        waits = subprocess.run([sys.executable, "-c", other], capture_output=True, check=False)
-    goes_on = subprocess.run([sys.executable, "-c", other], capture_output=True, check=False)
-    assert (b"BlockingIOError" in waits.stderr, goes_on.returncode) == (True, 0)
+        assert "BlockingIOError" in ran(sys.executable, "-c", other).stderr
+    assert ran(sys.executable, "-c", other).returncode == 0

@@ -2,17 +2,16 @@
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.fold3d.runtime.offload import offload_library
+from tests.programs import ROOT, printed
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parents[3]
 FLAGS = ["-std=c++20", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-fno-omit-frame-pointer"]
 
 
@@ -21,14 +20,9 @@ def test_pinned_memory_keeps_its_promises_under_the_address_sanitizer(tmp_path: 
     program = tmp_path / "test"
     sources = [ROOT / "tests/runtime/offload/pinned_pool_test.cpp", ROOT / "csrc/pinned_pool.cpp"]
     sanitize = "-fsanitize=address,undefined"
-    subprocess.run(
-        ["g++", *FLAGS, sanitize, f"-I{ROOT / 'csrc'}", *map(str, sources), "-o", str(program)],
-        check=True,
-        timeout=250,
-    )
+    printed("g++", *FLAGS, sanitize, f"-I{ROOT / 'csrc'}", *sources, "-o", program)
     options = {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1"}
-    run = subprocess.run([program], capture_output=True, text=True, timeout=60, env=options)
-    assert (run.returncode, run.stdout) == (0, "ok\n"), run.stderr
+    assert printed(program, **options) == "ok\n"
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: needs the CUDA toolkit")
@@ -36,8 +30,7 @@ def test_the_library_compiles_and_says_what_is_wrong_without_a_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     library = tmp_path / "offload.cuda.so"
-    build = [ROOT / "scripts/build_cuda.sh", "sm_80", library]
-    subprocess.run(build, check=True, capture_output=True, timeout=250)
+    printed(ROOT / "scripts/build_cuda.sh", "sm_80", library)
     monkeypatch.setattr(offload_library, "LIBRARY", library)
     offload_library._library.cache_clear()
 
@@ -61,7 +54,7 @@ def test_the_library_copies_in_one_call_alone_or_one_by_one_as_the_driver_can(
     sources = [*(ROOT / "csrc" / name for name in names), Path(__file__).with_name("cuda_stub.cpp")]
     build = ["nvcc", "-std=c++20", "-shared", "-Xcompiler", "-fPIC,-Wall,-Werror", "-cudart=none"]
     more = [f"-I{ROOT / 'csrc'}", "-Xlinker", "--no-undefined,-Bsymbolic", "-o", library]
-    subprocess.run([*build, *sources, *more], check=True, timeout=250)
+    printed(*build, *sources, *more)
     monkeypatch.setattr(offload_library, "LIBRARY", library)
     offload_library._library.cache_clear()
     stub = ctypes.CDLL(str(library))

@@ -1,6 +1,7 @@
 """Saved tensors leave and come back as they were, on time, through slots that are reused."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -72,10 +73,7 @@ def prepare(offloader: Offloader, program: Program, model: torch.nn.Module) -> N
 
 
 def run(
-    program: Sequence[Action],
-    model: torch.nn.Module,
-    layer: Layer,
-    offloader: Offloader | None,
+    program: Sequence[Action], model: torch.nn.Module, layer: Layer, offloader: Offloader | None
 ) -> list[Tensor]:
     """Run a program of one stage; returns the gradients of the inputs and of the parameters."""
     model.zero_grad()
@@ -89,19 +87,13 @@ def run(
         if action.op is Op.FORWARD:
             torch.manual_seed(microbatch)
             tensor = torch.randn(8, HIDDEN).requires_grad_()
-            if offloader is None:
+            with offloader.saving(action) if offloader else nullcontext():
                 output = layer(tensor)
-            else:
-                with offloader.saving(action):
-                    output = layer(tensor)
             saved[microbatch] = tensor, output.sum()
         elif action.op is Op.BACKWARD:
             tensor, loss = saved.pop(microbatch)
-            if offloader is None:
+            with offloader.using(action) if offloader else nullcontext():
                 loss.backward()
-            else:
-                with offloader.using(action):
-                    loss.backward()
             assert tensor.grad is not None
             gradients.append(tensor.grad)
         elif offloader is not None and action.op is Op.OFFLOAD:

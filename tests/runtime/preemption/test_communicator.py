@@ -18,7 +18,10 @@ from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicat
 from tests.distributed import RankError, run_distributed
 
 TIMEOUT = timedelta(seconds=60)
-BUILT = pytest.mark.skipif(extension() is None, reason="needs the extension: make extension")
+pytestmark = [
+    pytest.mark.gloo,
+    pytest.mark.skipif(extension() is None, reason="needs the extension: make extension"),
+]
 
 
 def connected(timeout: timedelta = TIMEOUT) -> tuple[PreemptiveCommunicator, Any, Any]:
@@ -88,8 +91,6 @@ def exchange_at_random_times() -> dict[str, float]:
     return {"transfers": statistics.transfers, "slices": statistics.slices, "fits": fitting}
 
 
-@BUILT
-@pytest.mark.gloo
 def test_a_ring_of_ranks_gets_what_it_would_without():
     first, *others = run_distributed(exchange_at_random_times, 4)
     # Ten slices of 4 KiB each; of two shares of 3000 numbers six of 2 KiB, there and back.
@@ -111,8 +112,6 @@ def lose_a_rank_in_mid_slice() -> None:
             assert time.monotonic() - start_s < 5
 
 
-@BUILT
-@pytest.mark.gloo
 def test_when_a_rank_is_killed_all_others_say_so_and_what_they_waited_for():
     with pytest.raises(RankError) as caught:
         run_distributed(lose_a_rank_in_mid_slice, 6)
@@ -156,8 +155,6 @@ def stall() -> None:
     time.sleep(6)
 
 
-@BUILT
-@pytest.mark.gloo
 def test_a_slice_that_fails_ends_the_wait_of_every_rank():
     with pytest.raises(RankError) as caught:
         run_distributed(reduce_with, 4, unplug, TIMEOUT)
@@ -167,8 +164,6 @@ def test_a_slice_that_fails_ends_the_wait_of_every_rank():
         assert where + "the cable is unplugged" in failure.text
 
 
-@BUILT
-@pytest.mark.gloo
 def test_a_slice_that_is_late_ends_the_wait_of_every_rank_only_after_the_timeout():
     assert run_distributed(reduce_with, 4, stall, TIMEOUT) == [4.0] * 4
     with pytest.raises(RankError) as caught:
