@@ -19,6 +19,7 @@ from tests.end_to_end import (
     test_auto_schedule,
     test_backward_share,
     test_checkpoints,
+    test_coded_sums,
     test_delta_gather,
     test_equal_to_stock,
     test_measured_counts,
@@ -34,6 +35,7 @@ CHECKED = (test_equal_to_stock, test_param_shards, test_replicated_optimizer)
 TABLES = (
     *CHECKED,
     test_backward_share,
+    test_coded_sums,
     test_delta_gather,
     test_measured_counts,
     test_offload,

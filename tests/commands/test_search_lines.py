@@ -160,7 +160,8 @@ def test_stocks_flags_come_before_ours_largest_first():
         OneFlag("--use-distributed-optimizer", judged(STOCK, 9.0)),
         OneFlag("--sequence-parallel", judged(STOCK, 10.2)),
     )
-    mine = Yours(run=own, alone=alone, same_layout=judged(STOCK, 6.25), coded=judged(STOCK, 8.0))
+    codes = replace(STOCK, setup=replace(SETUP, gathered_bits=2.5, codes_sums=True))
+    mine = Yours(run=own, alone=alone, same_layout=judged(STOCK, 6.25), coded=judged(codes, 8.0))
     others = replace(AIAO, num_ranks=8)
     assert list(gains_over_yours(found(judged(others, 5.0)), mine)) == [
         "yours takes 10.0 s; try these of stock's flags first, each alone:",
@@ -173,6 +174,7 @@ def test_stocks_flags_come_before_ours_largest_first():
         "   66.7% faster  stock, any layout: stock breadth-first, 4 segments,",
         "                 --use-distributed-optimizer, recomputes none",
         "   25.0% faster  FOLD3D, your schedule: --delta-param-gather auto",
+        "                 --coded-grad-reduce auto",
         "  100.0% faster  FOLD3D, any layout: aiao",
     ]
 

@@ -105,7 +105,7 @@ def test_coded_gathers_are_tried_under_the_jobs_own_schedule():
     sharded = f"{JOB} {SHARDED} {OVERLAP} --overlap-param-gather"
     plain, with_flag, slow = (
         on_slow_links(f"{sharded} {flags}")
-        for flags in ("", "--delta-param-gather on", "--lr 6e-4")
+        for flags in ("", "--delta-param-gather on --coded-grad-reduce on", "--lr 6e-4")
     )
     assert plain.coded is not None
     assert slow.coded is not None

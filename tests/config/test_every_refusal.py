@@ -40,6 +40,7 @@ RUNS = {
     "optimizer=sharded": ("aiao:optimizer=sharded", SHARDS),
     "--shard-segments": ("aiao", f"--shard-segments weights {SHARDS}"),
     "--shard-segments gradients": ("aiao", f"--shard-segments gradients {SHARDS}"),
+    "--coded-grad-reduce on": ("aiao", f"--coded-grad-reduce on {SHARDS}"),
     "--delta-param-gather on": ("aiao", f"--delta-param-gather on --bf16 {SHARDS}"),
     "--recompute-layers": ("aiao", "--recompute-layers 1,1,1,1,1,1"),
     "--offload-activations": ("aiao", f"--offload-activations on {FULL}"),

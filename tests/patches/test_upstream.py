@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fold3d_patches import (
+    coded_sums,
     compile_helpers,
     cpu,
     delta_gather,
@@ -38,6 +39,7 @@ from fold3d_patches.schedule import (
 from fold3d_patches.trace import collectives, spans
 from megatron.fold3d.predict.search.measured_search import measured_search
 from megatron.fold3d.runtime.auto_schedule import AutoSchedule
+from megatron.fold3d.runtime.grad_sync.coded_sums import CodedSums
 from megatron.fold3d.runtime.grad_sync.delta_gather import DeltaGather
 from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
@@ -74,6 +76,7 @@ PATCHES = (
     *paired_layers.patches(Baton()),
     *unfused_layers.PATCHES,
     *cpu.patches(),
+    *coded_sums.patches(CodedSums(measures=True)),
     *delta_gather.patches(DeltaGather(measures=True)),
     *spans.iteration(TRACER),
     *collectives.patches(TRACER),
@@ -110,7 +113,8 @@ def test_all_patches_fit_together() -> None:
 
 
 def test_no_module_of_megatron_holds_a_patched_symbol_under_another_name() -> None:
-    own_names = [patch.target for patch in parsed_once.PATCHES]  # of one module, on purpose
+    of_one_module = (*parsed_once.PATCHES, *coded_sums.patches(CodedSums(measures=True)))
+    own_names = [patch.target for patch in of_one_module]  # on purpose
     patched = {id(symbol(p.target)): p for p in PATCHES if p.target not in own_names}
     forgotten = [
         f"{name}:{attribute} is {patch.target}"

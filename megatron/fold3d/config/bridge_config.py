@@ -17,6 +17,7 @@ _PARTS = (
 )
 # Flags whose attribute and field have different names.
 _RENAMED = {
+    "average_in_collective": "ddp_average_in_collective",
     "bucket_size": "ddp_bucket_size",
     "fp4_param": "fp4_param_gather",
     "fp8_param": "fp8_param_gather",

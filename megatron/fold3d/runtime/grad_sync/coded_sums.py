@@ -191,7 +191,8 @@ class CodedSums:
             decode_gradients(message, torch.empty_like(shard))
 
         coding_s = (replicas - 1) * _seconds(coded, device)
-        share = _coded_bytes(gradients, replicas, int(message[1].item())) / gradients.nbytes
+        room = self.room(gradients, group)  # the same on all replicas
+        share = _coded_bytes(gradients, replicas, room) / gradients.nbytes
         whole = torch.zeros(min(gradients.numel(), _TIMED), device=device)
         whole = whole[: whole.numel() // replicas * replicas]
         sums = torch.empty_like(whole.chunk(replicas)[0])
