@@ -136,7 +136,9 @@ class _Run:
             self.delta = _runtime("grad_sync.delta_gather:DeltaGather")(measures=measures)
         if config.coded_grad_reduce != "off" and _has_coder(config):
             measures = config.coded_grad_reduce == "auto"
-            self.sums = _runtime("grad_sync.coded_sums:CodedSums")(measures=measures)
+            self.sums = _runtime("grad_sync.coded_sums:CodedSums")(
+                measures=measures, num_chunks=config.num_segments
+            )
         if config.trace is not None:
             self.tracer = _runtime("trace.tracer:Tracer")(config, _metrics())
             self.recorder = self.tracer.recorder

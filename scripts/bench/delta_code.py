@@ -1,17 +1,25 @@
-"""Time the code of ``--delta-param-gather`` on this machine, and check that it is exact.
+"""Time the codes of DP.sync on this machine, and check that they are exact.
 
     .venv/bin/python -m scripts.bench.delta_code            # a CPU, with one thread
     .venv/bin/python -m scripts.bench.delta_code --device cuda
 
 Old values are normal, as weights are. New ones are a step of Adam away, 0.3 of the learning rate in
-the mean. Rates are bytes of 16-bit parameters a second; the best of some rounds counts.
+the mean. Gradients are normal. Rates are bytes of 16-bit parameters or of gradients a second; the
+best of some rounds counts.
 """
 
 import argparse
 
 import torch
 
-from megatron.fold3d.runtime.grad_sync.delta_code import SPARE_WORDS, checksum, decode, encode
+from megatron.fold3d.runtime.grad_sync.delta_code import (
+    SPARE_WORDS,
+    checksum,
+    decode,
+    decode_gradients,
+    encode,
+    encode_gradients,
+)
 from megatron.fold3d.runtime.measure.timing import clock
 
 _STD = 0.02
@@ -49,6 +57,23 @@ def main() -> int:
             is_exact &= torch.equal(values.view(torch.int16), new.view(torch.int16))
         rates = "  ".join(f"{new.nbytes / s / 1e9:11.2f}" for s in best)
         print(f"{rate:13.0e}  {32 * int(message[1]) / len(new):4.2f}  {rates}")
+    print("gradients      bits  encode GB/s  decode GB/s, of the upper 16 bits")
+    for dtype in (torch.bfloat16, torch.float32):
+        gradients, best = (1e-4 * weight).to(dtype), [float("inf")] * 2
+        message = torch.zeros(len(gradients), dtype=torch.int32, device=device)
+        for _ in range(_ROUNDS):
+            values = gradients.clone()
+            values.view(torch.int16)[dtype.itemsize // 2 - 1 :: dtype.itemsize // 2] = 0
+            passed_s = clock(device)
+            encode_gradients(gradients, message)
+            times = [passed_s()]
+            passed_s = clock(device)
+            decode_gradients(message, values)
+            times.append(passed_s())
+            best = list(map(min, best, times))
+            is_exact &= torch.equal(values, gradients)
+        rates = "  ".join(f"{gradients.nbytes / s / 1e9:11.2f}" for s in best)
+        print(f"{str(dtype)[6:]:>13}  {32 * int(message[1]) / len(gradients):4.1f}  {rates}")
     print("exact" if is_exact else "NOT EXACT")
     return not is_exact
 

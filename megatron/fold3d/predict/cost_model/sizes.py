@@ -13,6 +13,7 @@ from functools import partial
 from math import prod
 from typing import Literal
 
+from megatron.fold3d.predict.cost_model.coded_sync import coded_share
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Parameters, Split
 
 Recompute = Literal["none", "selective", "full"]
@@ -199,8 +200,10 @@ def static_bytes(
     Args:
         replicated: stages whose optimizer state is whole on each replica.
     """
-    # A gradient, its 32-bit sum over micro-batches, and the receive buffer of an all-to-all.
-    gradient = setup.gradient_bytes * (1 + setup.scatters_in_fp32) + 4 * setup.accumulates_in_fp32
+    # A gradient, its 32-bit sum over micro-batches, and what all-to-alls receive; coded ones also
+    # keep what they send.
+    messages = setup.scatters_in_fp32 + setup.codes_sums * 2 * coded_share(setup.gradient_bytes)
+    gradient = setup.gradient_bytes * (1 + messages) + 4 * setup.accumulates_in_fp32
     whole, optimizer = setup.element_bytes + gradient, setup.optimizer_bytes
     shares = (1.0, 1.0)
     if setup.distributed_optimizer:

@@ -148,7 +148,10 @@ def in_16_bits(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:
 
 
 def with_codes(candidate: Candidate, codes: Codes) -> Iterator[Candidate]:
-    """Yield the candidate with all codes that training has for it, if there is any."""
+    """Yield the candidate with all codes that training has for it, and with those of gathers.
+
+    Coded sums hold messages in memory until the end of an iteration.
+    """
     c, setup = candidate, candidate.setup
     sharded = setup.distributed_optimizer and setup.most_replicas > 1
     if not sharded or c.shards != "off" or c.choice.carries:
@@ -156,8 +159,10 @@ def with_codes(candidate: Candidate, codes: Codes) -> Iterator[Candidate]:
     bits = 0.0 if setup.fp32 else codes.gathered_bits
     plain = setup.optimizer_instances == 1 and not (setup.scatters_in_fp32 or c.preemptive)
     sums = codes.sums and plain
-    if bits or sums:
-        yield replace(c, setup=replace(setup, gathered_bits=bits, codes_sums=sums))
+    if sums:
+        yield replace(c, setup=replace(setup, gathered_bits=bits, codes_sums=True))
+    if bits:
+        yield replace(c, setup=replace(setup, gathered_bits=bits))
 
 
 def _with_placed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron.fold3d.runtime.agreement import gathered
+from megatron.fold3d.runtime.device import free_device_bytes
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
     bucket_groups,
@@ -52,6 +53,7 @@ _ALIGNED_WORDS = 4  # NCCL sends byte by byte where a message begins between 16-
 _FIRST_BITS = 12  # of an upper half; most gradients need 11
 _MOST_BITS = 15  # beyond, gradients are summed whole
 _RESTS = 100  # sums of such a size, before one is coded again
+_WORTH = 2  # times its own cost is what a code has to save
 _TIMED = 1 << 20  # gradients in the sums that measure the links
 
 
@@ -60,11 +62,13 @@ class CodedSums:
 
     Args:
         measures: whether the first sum of each group of replicas measures if coding is faster than
-            sending whole gradients; if not, the group's gradients are not coded.
+            sending whole gradients, and if memory has room for messages; if not, the group's
+            gradients are not coded.
+        num_chunks: how many model chunks a rank has.
     """
 
-    def __init__(self, *, measures: bool) -> None:
-        self._measures = measures
+    def __init__(self, *, measures: bool, num_chunks: int = 1) -> None:
+        self._measures, self._num_chunks = measures, num_chunks
         self._is_faster: dict[Ranks, bool] = {}  # where it was measured
         self._rooms: dict[_Key, int] = {}  # words of the code of a shard
         self._rests: dict[_Key, int] = {}  # how many sums are whole
@@ -201,14 +205,18 @@ class CodedSums:
         whole_s = _seconds(lambda: dist.reduce_scatter_tensor(sums, whole, group=group), device)
         sent_s = _seconds(lambda: dist.all_to_all_single(received, sent, group=group), device)
         saved_s = (whole_s - sent_s) * gradients.nbytes / whole.nbytes
-        is_faster = min(gathered(saved_s - coding_s, group)) > 0
+        free_bytes = free_device_bytes(device)
+        held_bytes = 2 * self._num_chunks * gradients.untyped_storage().nbytes()  # of all messages
+        has_room = free_bytes is None or free_bytes > held_bytes
+        is_faster = all(gathered(has_room and saved_s > _WORTH * coding_s, group))
         self._is_faster[ranks_of(group)] = is_faster
         log_single_rank(
             logger,
             logging.INFO,
             "--coded-grad-reduce auto: a code saves %.3g s of the first sum of gradients and takes "
-            "%.3g s, so it is %s",
-            *(saved_s, coding_s, "on" if is_faster else "off"),
+            "%.3g s%s, so it is %s",
+            *(saved_s, coding_s, "" if has_room else ", and memory has no room for its messages"),
+            "on" if is_faster else "off",
         )
 
 
