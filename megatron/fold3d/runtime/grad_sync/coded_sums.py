@@ -113,7 +113,11 @@ class CodedSums:
         return started
 
     def room(self, gradients: torch.Tensor, group: dist.ProcessGroup) -> int:
-        """Return the words that the code of a shard may take, the same on all replicas."""
+        """Return the words that the code of a shard may take, the same on all replicas.
+
+        Args:
+            gradients: ``[num_elements]``, of all shards.
+        """
         values = gradients.numel() // group.size()
         first = table_words(values) + values * _FIRST_BITS // 32
         return self._rooms.get(_key(gradients, group), first)
@@ -143,6 +147,7 @@ class CodedSums:
         them.
 
         Args:
+            gradients: ``[num_elements]``, of all shards.
             sizes: the words that each replica needed towards each.
             room: the words that each had.
         """
