@@ -4,22 +4,14 @@
     .venv/bin/python -m scripts.bench.delta_code --device cuda
 
 Old values are normal, as weights are. New ones are a step of Adam away, 0.3 of the learning rate in
-the mean. Gradients are normal. Rates are bytes of 16-bit parameters or of gradients a second; the
-best of some rounds counts.
+the mean. Gradients are normal too. Rates are bytes a second; the best of some rounds counts.
 """
 
 import argparse
 
 import torch
 
-from megatron.fold3d.runtime.grad_sync.delta_code import (
-    SPARE_WORDS,
-    checksum,
-    decode,
-    decode_gradients,
-    encode,
-    encode_gradients,
-)
+from megatron.fold3d.runtime.grad_sync import delta_code
 from megatron.fold3d.runtime.measure.timing import clock
 
 _STD = 0.02
@@ -44,14 +36,14 @@ def main() -> int:
         for _ in range(_ROUNDS):
             values = old.clone()
             passed_s = clock(device)
-            message = encode(new, old)
+            message = delta_code.encode(new, old)
             times = [passed_s()]
-            message = torch.cat([message, message.new_zeros(SPARE_WORDS)])
+            message = torch.cat([message, message.new_zeros(delta_code.SPARE_WORDS)])
             passed_s = clock(device)
-            decode(message, values)
+            delta_code.decode(message, values)
             times.append(passed_s())
             passed_s = clock(device)
-            checksum(values)
+            delta_code.checksum(values)
             times.append(passed_s())
             best = list(map(min, best, times))
             is_exact &= torch.equal(values.view(torch.int16), new.view(torch.int16))
@@ -60,15 +52,15 @@ def main() -> int:
     print("gradients      bits  encode GB/s  decode GB/s, of the upper 16 bits")
     for dtype in (torch.bfloat16, torch.float32):
         gradients, best = (1e-4 * weight).to(dtype), [float("inf")] * 2
-        message = torch.zeros(len(gradients), dtype=torch.int32, device=device)
+        message = torch.zeros(len(weight), dtype=torch.int32, device=device)
         for _ in range(_ROUNDS):
             values = gradients.clone()
             values.view(torch.int16)[dtype.itemsize // 2 - 1 :: dtype.itemsize // 2] = 0
             passed_s = clock(device)
-            encode_gradients(gradients, message)
+            delta_code.encode_gradients(gradients, message)
             times = [passed_s()]
             passed_s = clock(device)
-            decode_gradients(message, values)
+            delta_code.decode_gradients(message, values)
             times.append(passed_s())
             best = list(map(min, best, times))
             is_exact &= torch.equal(values, gradients)

@@ -89,7 +89,9 @@ FEATURES: Mapping[str, Features] = {
         f"{PIPELINE} {SHARDED} --bf16 --segments 3 --num-layers 6 --shard-segments gradients",
         num_ranks=4,
     ),
-    "coded gathers": Features(f"{PIPELINE} --bf16 {SHARDED} --delta-param-gather on", num_ranks=4),
+    "codes": Features(
+        f"{PIPELINE} --bf16 {SHARDED} --delta-param-gather on --coded-grad-reduce on", num_ranks=4
+    ),
 }
 LAUNCHERS = ("torchrun", "patient")  # the latter waits for all ranks, as `srun` can
 

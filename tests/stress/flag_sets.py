@@ -188,6 +188,7 @@ OURS: Mapping[str, Sequence[str]] = {
     "shards": ("", "--shard-segments weights", "--shard-segments gradients"),
     "pairs": ("", ":pairs=on"),
     "coded gathers": ("", "--delta-param-gather on"),
+    "coded sums": ("", "--coded-grad-reduce on"),
     "early recomputation": ("", ":recompute=early", ":recompute=early@0"),
     "trace": ("", "--trace FOLDER/trace --trace-iterations 1-2"),
     # Who saves after the second iteration, and who goes on from there; "aiao" has no other part.
@@ -399,8 +400,10 @@ def _ours(shared: FlagSet, dice: random.Random) -> FlagSet:
         also = ("trace", "checkpoint", "checkpoint format")
         some = {name: some[name] for name in also if name in some} | {"schedule": AUTO}
     settings = {**shared.settings, **some}
-    in_shards = ZERO in settings.get("gradients", "") and "16" in settings.get("precision", "")
-    if not in_shards or shared.dp == 1:  # it would be refused
+    in_shards = ZERO in settings.get("gradients", "") and shared.dp > 1
+    if not in_shards:  # it would be refused
+        settings.pop("coded sums", None)
+    if not in_shards or "16" not in settings.get("precision", ""):
         settings.pop("coded gathers", None)
     if "checkpoint" not in settings:
         settings.pop("checkpoint format", None)
@@ -429,7 +432,7 @@ def _another_order(ours: FlagSet) -> str:
             return "replicas: parts of sums add up in another order without --deterministic-mode"
         if ours.stages > 1 and "--ddp-" in ours.setting("gradients"):
             return "replicas: other buckets add up in another order"
-        if any(map(ours.setting, ("deferral", "preemption", "replicated", "slices"))):
+        if any(map(ours.setting, ("deferral", "preemption", "replicated", "slices", "coded sums"))):
             return "replicas: parts of sums add up in another order"
     if ours.setting("draws") and ours.segments > 1:
         at_once = ours.one_group and "interleaved" not in schedule and "PLAN" not in schedule

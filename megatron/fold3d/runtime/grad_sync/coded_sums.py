@@ -81,7 +81,8 @@ class CodedSums:
         """Start the sums of a bucket group of DDP, whose handle has to wait for coded ones too."""
         self._started = []
         if self._measures and is_sharded(group) and not force_all_reduce:
-            self._measure(group.buckets[0].grad_data, group_of(group))
+            for bucket in group.buckets:
+                self._measure(bucket.grad_data, group_of(group))
         upstream(group, force_all_reduce)
         if self._started and group.grad_reduce_handle is not None:
             group.grad_reduce_handle = _Together([group.grad_reduce_handle, *self._started])
