@@ -350,7 +350,7 @@ def _note_program(file: Path) -> None:
     """Write the actions of the last iteration to a file."""
     from megatron.fold3d.runtime import executor
 
-    def note(_: Any, iteration: Any, __: Any) -> None:
+    def note(_: Any, iteration: Any) -> None:
         if _iteration() == ITERATIONS:
             file.write_text("\n".join(map(str, iteration.program)))
 
@@ -516,8 +516,8 @@ class Fault(Condition):
 
         make_table = executor._table
 
-        def table(features: Any, iteration: Any, innermost: Any) -> Any:
-            handlers = make_table(features, iteration, innermost)
+        def table(features: Any, iteration: Any) -> Any:
+            handlers = make_table(features, iteration)
             if _iteration() != FAULTY:
                 return handlers
             program = list(iteration.program)
