@@ -111,7 +111,7 @@ class DeltaGather:
             group.param_gather_handle = gather
         else:
             gather.wait()
-            if overlaps:
+            if overlaps and hasattr(group, "_post_param_sync"):  # from Megatron-core 0.18 on
                 group._post_param_sync()
         group.param_gather_dispatched = True
         return None
