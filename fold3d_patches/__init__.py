@@ -96,10 +96,15 @@ def install_schedule(
             stack.push(executor)
         elif run.tracer is not None:
             stack.enter_context(run.tracer)
-        for coder in (run.delta, run.sums):
-            if coder is not None:
-                stack.push(coder.tell)
+        stack.push(partial(_tell, [coder for coder in (run.delta, run.sums) if coder is not None]))
         return stack.pop_all()
+
+
+def _tell(coders: Sequence[Any], kind: type[BaseException] | None, *_: object) -> None:
+    """Let coders say at the end of a run what they have sent, unless it failed."""
+    if kind is None or not issubclass(kind, Exception):
+        for coder in coders:
+            coder.tell()
 
 
 def _ours(symbol: str) -> Any:

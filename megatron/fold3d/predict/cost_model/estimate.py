@@ -113,7 +113,7 @@ def estimate(
     one_queue = max(setup.tensor_parallel, setup.context_parallel) > 1
     costs = pipeline.costs().with_replicated(replicated)
     if setup.codes_sums:
-        costs = costs.with_coded_sums(pipeline.sent_shares(), replicated)
+        costs = costs.with_coded_sums(pipeline.sent_shares(costs.grad_sync_s), replicated)
     return Estimate(
         costs,
         footprint_of(shape, setup, num_ranks, split, recompute_layers, replicated),
@@ -341,13 +341,12 @@ class _Pipeline:
         together = max(1, self.cluster.gpus_per_node * n // span)  # replicas of a node
         return together * (n - together) / max(1, n - 1)
 
-    def sent_shares(self) -> tuple[float, ...]:
-        """Return, by stage, which part of the time of whole sums coded ones take.
+    def sent_shares(self, whole_s: Sequence[float]) -> tuple[float, ...]:
+        """Return, by stage, which part of the seconds of whole sums to shards coded ones take.
 
         They include the time of coding, and are used only if they are faster.
         """
         share = coded_share(self.setup.gradient_bytes) * self._all_to_all_factor
-        whole_s = self.costs().grad_sync_s
         return tuple(
             min(1.0, share + size / CODED_BYTES_PER_S / seconds) if seconds else 1.0
             for size, seconds in zip(self.synced_bytes, whole_s, strict=True)

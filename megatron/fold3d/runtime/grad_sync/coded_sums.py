@@ -162,10 +162,9 @@ class CodedSums:
         self._whole_bytes += gradients.nbytes
         return most <= room
 
-    def tell(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Log at the end of a run, unless it failed, what part of the gradients was sent."""
-        failed = kind is not None and issubclass(kind, Exception)
-        if self._whole_bytes and not failed:
+    def tell(self) -> None:
+        """Log at the end of a run what part of the gradients was sent."""
+        if self._whole_bytes:
             log_single_rank(
                 logger,
                 logging.INFO,
@@ -245,7 +244,7 @@ class _Sum:
         self._gradients, self._room = gradients, room
         replicas, here = group.size(), group.rank()
         words = _message_words(gradients, replicas, room)
-        self._sent = torch.zeros(replicas, words, dtype=torch.int32, device=gradients.device)
+        self._sent = torch.empty(replicas, words, dtype=torch.int32, device=gradients.device)
         memory = self._sent.new_empty(replicas * words + SPARE_WORDS)
         self._received = memory[:-SPARE_WORDS].view(replicas, words)
         begin = replicas + _lower_words(gradients, replicas)
@@ -257,6 +256,7 @@ class _Sum:
                 if begin > replicas:
                     lower = message[replicas:begin].view(torch.int16)
                     lower.copy_(shard.view(torch.int16)[::2])
+        self._sent[here, begin + 1] = 0  # nothing is sent to itself
         self._sent[:, :replicas] = self._sent[:, begin + 1]
         self.all_to_all_handle: Any = dist.all_to_all_single(
             self._received, self._sent, group=group, async_op=True
@@ -280,20 +280,22 @@ class _Sum:
         if not self._sums.fits(self._gradients, self._group, sizes, self._room):
             dist.reduce_scatter_tensor(self._output, self._gradients, group=self._group)
             return
-        begin = replicas + _lower_words(self._gradients, replicas)
-        total = torch.empty_like(self._output)
-        values = total
-        for later in range(1, replicas):
-            message = self._received[(here + later) % replicas]
-            if begin > replicas:
-                values.view(torch.int16)[::2] = message[replicas:begin].view(torch.int16)
-            decode_gradients(message[begin:], values)
-            if values is not total:
-                total += values
-            else:
-                values = torch.empty_like(total) if replicas > 2 else total
+        ring = (*range(here + 1, replicas), *range(here))
+        total = self._decoded(ring[0])
+        for rank in ring[1:]:
+            total += self._decoded(rank)
         torch.add(total, self._gradients.chunk(replicas)[here], out=self._output)
         del self._sent, self._received
+
+    def _decoded(self, rank: int) -> torch.Tensor:
+        """Return the gradients of the own shard that a replica has sent."""
+        message, replicas = self._received[rank], self._group.size()
+        begin = replicas + _lower_words(self._gradients, replicas)
+        values = torch.empty_like(self._output)
+        if begin > replicas:
+            values.view(torch.int16)[::2] = message[replicas:begin].view(torch.int16)
+        decode_gradients(message[begin:], values)
+        return values
 
 
 class _Together:

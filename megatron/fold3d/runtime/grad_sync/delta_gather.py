@@ -126,10 +126,9 @@ class DeltaGather:
             return None
         return sum(self._link_bytes.get(b) or int(b.param_data.nbytes) for b in buckets)
 
-    def tell(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Log at the end of a run, unless it failed, how many bits were gathered of a parameter."""
-        failed = kind is not None and issubclass(kind, Exception)
-        if self._coded_values and not failed:
+    def tell(self) -> None:
+        """Log at the end of a run how many bits were gathered of a parameter."""
+        if self._coded_values:
             log_single_rank(
                 logger,
                 logging.INFO,
