@@ -134,7 +134,7 @@ CELLS = tuple(
         (2, 4, ("48mbit",), {"hidden_size": 128, "recompute": True}),
         (2, 3, ("67.5mbit",), {"num_layers": 12}),
         (2, 2, ("75mbit", "130mbit", "260mbit"), {"precision": "bf16"}),
-        (2, 2, ("50mbit", "87mbit", "175mbit"), {"precision": "bf16-grads"}),
+        (2, 2, ("25mbit", "50mbit", "87mbit", "175mbit"), {"precision": "bf16-grads"}),
         (2, 3, ("34mbit",), {"num_layers": 12, "precision": "bf16-grads"}),
         (2, 4, ("28mbit",), {"hidden_size": 128, "precision": "bf16"}),
         (2, 4, ("18.5mbit",), {"hidden_size": 128, "precision": "bf16-grads"}),
