@@ -73,8 +73,6 @@ class Case:
         return tuple(shlex.split(f"{MODEL} {unchecked} {sizes} {self.flags} {scheduled}"))
 
 
-NO_CODES = "--coded-grad-reduce off"
-
 ONE = {"pp": 1, "segments": 1}
 CASES = (
     # Where embeddings are tied, all ranks wait for each other before the last send is over.
@@ -88,9 +86,8 @@ CASES = (
     Case("shards of parameters and gradients", f"aiao {SHARDS}", f"{ZERO} {UNTIED}", dp=2),
     Case("DP.sync between weight gradients", EARLY, LATER, dp=2),
     Case("DP.sync between weight gradients, and deferred", f"{EARLY}:{DEFERRED}", LATER, dp=2),
-    # Measures, tries and chooses until the tenth. The device does not run coded sums: they make
-    # the host wait where a rank's program ends, and no stream of the device has their kernels.
-    Case("auto", f"auto {NO_CODES}", f"{ZERO} {UNTIED}", dp=2, iterations=11),
+    # Measures, tries and chooses until the tenth.
+    Case("auto", "auto", f"{ZERO} {UNTIED}", dp=2, iterations=11),
     Case("reductions to shards between weight gradients", EARLY, f"{ZERO} {UNTIED}", dp=2),
     Case("the check for NaN, for which the host waits", flags=UNTIED, dp=2, checks=True),
     Case("pairs of micro-batches", PAIRS, **ONE, tp=2),
@@ -126,7 +123,12 @@ CASES = (
         tp=2,
         dp=2,
     ),
-    Case("coded gathers", "aiao --delta-param-gather on", f"{ZERO} --bf16 {UNTIED}", dp=2),
+    Case(
+        "codes",
+        "aiao --delta-param-gather on --coded-grad-reduce on",
+        f"{ZERO} --bf16 {UNTIED}",
+        dp=2,
+    ),
 )
 _PROGRAMS = {"trace_early": trace_early, "fill_a_queue": fill_a_queue}
 

@@ -215,14 +215,17 @@ def _within_ours(name: str) -> str:
 def innermost_of_ours() -> str:
     """Return the line that calls torch if it is ours and between the ends of a program.
 
-    Features may wait while they prepare and drain an iteration.
+    Features may wait while they prepare and drain an iteration. A sum in a code may while it is
+    waited for, at the end of a program, and once while it measures.
     """
     frame = sys._getframe(1)
     while frame.f_back and any(place in frame.f_code.co_filename for place in _BETWEEN):
         frame = frame.f_back
     name, line = _within_ours(frame.f_code.co_filename), frame.f_lineno
     while frame.f_back:
-        if frame.f_code.co_name in ("prepare", "drain", "decide"):
+        if frame.f_code.co_name in ("prepare", "drain", "decide") or (
+            frame.f_code.co_qualname in ("_Sum.wait", "CodedSums._measure")
+        ):
             return ""
         frame = frame.f_back
     return f"{name}:{line}" if name else ""

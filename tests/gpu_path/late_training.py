@@ -1,11 +1,11 @@
 """Training on one rank with late process groups and, unless told otherwise, a late device."""
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron.fold3d.config import bucket_flags, read_config
 from megatron.fold3d.runtime import device as fold3d_device
 from megatron.fold3d.runtime.executor import Executor
-from megatron.fold3d.runtime.grad_sync import delta_gather
+from megatron.fold3d.runtime.grad_sync import delta_code
 from megatron.fold3d.runtime.offload import copies, host_memory, host_slots
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool
 from megatron.fold3d.runtime.tensor_parallel.baton import Baton
@@ -65,9 +65,9 @@ def lateness(late: Late) -> Iterator[LateDevice]:
         _make_groups_late(patch, device, late)
         patch.setitem(fold3d_device.STREAMS, "cpu", device)
         patch.setattr(copies, "batched_copy", device.copy)
-        patch.setattr(delta_gather, "decode", _queued_decode(device))
-        patch.setattr(host_link, "PinnedPool", functools.partial(_LinkPool, device))
-        patch.setattr(host_slots, "PinnedPool", functools.partial(_OffloadPool, device))
+        patch.setattr(delta_code, "_call", _queued_kernels(device))
+        patch.setattr(host_link, "PinnedPool", partial(_LinkPool, device))
+        patch.setattr(host_slots, "PinnedPool", partial(_OffloadPool, device))
         patch.setattr(host_memory, "take", _page_locking(device))
         _queue_operators(patch, device)
         _empty_storages(patch, device)
@@ -111,22 +111,29 @@ def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice, late: Late)
     patch.setattr(host_link.HostLink, "_connect", host_link_late)
 
 
-def _queued_decode(device: LateDevice) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Return `delta_code.decode` as a kernel: launched on the current stream, if it runs late."""
-    decode = delta_gather.decode
+def _queued_kernels(device: LateDevice) -> Callable[..., None]:
+    """Return what calls a code's kernels: they are launched on the current stream, if it runs late.
 
-    def queued(message: torch.Tensor, values: torch.Tensor) -> None:
+    Each of them reads its tensors, and writes the last one.
+    """
+    call = delta_code._call
+
+    def queued(name: str, *arguments: torch.Tensor | int, on: torch.device) -> None:
         if device.runs_at_once:
             device.current_stream().finish()
-            return decode(message, values)
-        borrowed = device.memory.borrow(message), device.memory.borrow(values)
+            call(name, *arguments, on=on)
+            return
+        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+        found = [
+            device.memory.borrow(value) if isinstance(value, torch.Tensor) else partial(int, value)
+            for value in arguments
+        ]
         device.queue_operator(
-            lambda: decode(*(tensor() for tensor in borrowed)),
-            "decode",
-            reads=[message],
-            writes=[values],
+            lambda: call(name, *(find() for find in found), on=on),
+            name,
+            reads=tensors,
+            writes=tensors[-1:],
         )
-        return None
 
     return queued
 
@@ -230,7 +237,7 @@ class _OffloadPool(PinnedPool):
 
     def give_back(self, slot: torch.Tensor) -> None:
         what = f"host memory given back{caller()}"
-        self._late_device.queue_operator(functools.partial(_poison, slot), what, writes=(slot,))
+        self._late_device.queue_operator(partial(_poison, slot), what, writes=(slot,))
         super().give_back(slot)
 
 
