@@ -190,12 +190,15 @@ def test_a_cluster_without_end_is_refused(fold3d, tmp_path: Path):
 
 def test_a_model_that_does_not_fit_is_answered_with_no(fold3d):
     line = "simulate --schedule 1f1b --pp 4 --microbatches 8 --model gpt3-14b --cluster a100x32"
-    code, out, err = fold3d(f"{line} --tp 8 --micro-batch-size 16 --transformer-impl local")
+    line += " --tp 8 --micro-batch-size"
+    code, out, err = fold3d(f"{line} 20 --transformer-impl local")
     assert code == 1
     assert "peak memory" in out
-    assert "rank 0 needs" in err
+    assert err.startswith("pipeline rank 0 would hold ")
     assert err.endswith("; `fold3d search` finds sizes that fit\n")
-    assert fold3d(f"{line} --tp 8 --micro-batch-size 16 --recompute none")[0] == 0  # fused
+    code, _, err = fold3d(f"{line} 18 --transformer-impl local")
+    assert (code, err) == (0, "little is left of 40 GiB for CUDA, NCCL and the allocator\n")
+    assert fold3d(f"{line} 20 --recompute none")[::2] == (0, "")  # fused
 
 
 def test_a_measured_layer_replaces_the_rate_of_the_gpus(fold3d):
@@ -544,6 +547,7 @@ ONE_QUEUE = f"{SIMULATE} --cuda-connections 1"
             "give numbers, or drop one",
         ),
         ("simulate --schedule 1f1b --pp 2 --microbatches 2 --layers 2,1", "give a model and"),
+        (f"{COUNTED} --global-batch-size 8", "both say the batch"),
         (f"{SPLIT} --layers 24,24", "needs as many numbers"),
         (f"{SPLIT} --layers 24,23,1,1", "together they are the 48 layers"),
         (f"{SPLIT} --layers even", "'even' is neither a list of numbers of layers such as"),

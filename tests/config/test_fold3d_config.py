@@ -214,6 +214,11 @@ NO_SUCH_SEGMENTS = [
         "drop one of the two",
     ),
     (
+        f"{TWO_RANKS} --segments 1 --num-layers-per-virtual-pipeline-stage 3",
+        "--num-layers-per-virtual-pipeline-stage 3 with --num-layers 8: they divide",
+        "use --segments 1, 2, 4",
+    ),
+    (
         f"{TWO_RANKS} --segments 4 {LAYOUT}",
         f"--segments 4 with {LAYOUT}: Megatron makes 2",
         "drop one of the two",

@@ -131,6 +131,8 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
             setattr(args, name, value)
     args.data_parallel_size = _replicas(args, hardware)
     of_all = args.micro_batch_size * args.data_parallel_size
+    if None not in (said.typed.microbatches, said.typed.global_batch_size):
+        raise ValueError("--microbatches with --global-batch-size: both say the batch; drop one")
     if args.microbatches is not None:
         args.global_batch_size = args.microbatches * of_all
     if args.global_batch_size is None:

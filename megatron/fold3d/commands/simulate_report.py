@@ -180,12 +180,12 @@ def _bound_lines(period_s: float, bounds: Bounds) -> Iterator[str]:
 
 
 def judge_memory(report: Report) -> int:
-    """Return the exit code; complain if a rank needs more memory than its GPU has."""
-    peaks, cluster, limit = report.peaks, report.cluster, report.run.usable_bytes
-    if cluster is None or limit is None or max(peaks) <= limit:
-        return OK
-    complain(
-        f"rank {peaks.index(max(peaks))} needs {max(peaks) / 2**30:.1f} GiB, a GPU of "
-        f"{cluster.name} has {limit / 2**30:.1f} to use; `fold3d search` finds sizes that fit"
-    )
-    return REJECTED
+    """Return the exit code; complain if a rank needs more memory than its GPU has, or nearly."""
+    try:
+        remark = report.cluster.remark_on_memory(report.peaks) if report.cluster else ""
+    except ValueError as error:
+        complain(str(error))
+        return REJECTED
+    if remark:
+        complain(remark)
+    return OK

@@ -92,7 +92,7 @@ def yours(user: Described, cluster: Cluster) -> tuple[Yours | None, tuple[str, .
     not_counted = [*left_out(own.args)]
     if config.choice.order == AUTO:
         not_counted.append("what --schedule auto chooses")
-    if found.device_bytes > cluster.usable_bytes:
+    if found.device_bytes > cluster.gpu_memory_bytes:
         not_counted.append("that it needs more memory than there is")
     notes = (f"not counted in yours: {', '.join(not_counted)}",) if not_counted else ()
     return Yours(run=found, alone=alone, same_layout=alike, coded=faster), notes

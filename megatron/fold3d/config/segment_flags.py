@@ -137,8 +137,17 @@ def _split(args: Namespace, num_segments: int) -> Iterator[str]:
             "divides by the number of ranks between the two, and there is none; drop one of the two"
         )
     fitting = fitting_segments(args)
+    per_stage = args.num_layers_per_virtual_pipeline_stage
     if not fitting:
         yield uneven_ranks(args)
+    elif per_stage is not None and num_layers(args) % (
+        args.pipeline_model_parallel_size * per_stage
+    ):
+        yield (
+            f"{virtual_stage_flag(args)} with --num-layers {num_layers(args)}: they divide the "
+            f"layers of each of {args.pipeline_model_parallel_size} ranks; use --segments "
+            f"{', '.join(map(str, fitting))}"
+        )
     elif num_segments not in fitting:
         per_rank = " and ".join(map(str, layers_per_rank(args)))
         yield (

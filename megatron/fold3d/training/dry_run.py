@@ -28,7 +28,7 @@ from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedule_word import AUTO
-from megatron.fold3d.predict.cost_model.cluster import NODES, USABLE_MEMORY, Cluster, cluster
+from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.search.planner import strongest_stock
 from megatron.fold3d.predict.search.settled import PredictedRun
 
@@ -142,15 +142,8 @@ def _on_cluster(known: Cluster, peaks: Sequence[float], timeline: Timeline) -> I
     Raises:
         ValueError: it is more than the GPUs have.
     """
-    most, limit = max(peaks), known.gpu_memory_bytes
-    if most > limit:
-        raise ValueError(
-            f"--check {known.name}: pipeline rank {peaks.index(most)} would hold "
-            f"{most / _GIB:.1f} GiB, and a GPU has {limit / _GIB:.0f}; `fold3d search` "
-            "finds sizes that fit"
-        )
-    if most > USABLE_MEMORY * limit:
-        yield f"  little is left of {limit / _GIB:.0f} GiB for CUDA, NCCL and the allocator"
+    if remark := known.remark_on_memory(peaks):
+        yield f"  {remark}"
     row = mean(exposure(timeline))
     parts = {"bubble": row.bubble_s, "DP.sync": row.grad_sync_s, "PP.sync": row.p2p_s}
     exposed = ", ".join(f"{name} {row.share(part_s):.0%}" for name, part_s in parts.items())

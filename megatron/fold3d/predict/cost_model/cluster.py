@@ -1,6 +1,7 @@
 """Clusters as data: a node's GPUs, memory and NICs, and the network between nodes."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -128,6 +129,22 @@ class Cluster:
     def usable_bytes(self) -> float:
         """Bytes of a GPU's memory that a run may hold."""
         return self.gpu_memory_bytes * USABLE_MEMORY
+
+    def remark_on_memory(self, held_bytes: Sequence[float]) -> str:
+        """Return what to say of the memory that pipeline ranks hold; nothing if enough is left.
+
+        Raises:
+            ValueError: a rank would hold more than a GPU has.
+        """
+        most, limit = max(held_bytes), self.gpu_memory_bytes
+        if most > limit:
+            raise ValueError(
+                f"pipeline rank {held_bytes.index(most)} would hold {most / 2**30:.1f} GiB, and a "
+                f"GPU of {self.name} has {limit / 2**30:.0f}; `fold3d search` finds sizes that fit"
+            )
+        if most > self.usable_bytes:
+            return f"little is left of {limit / 2**30:.0f} GiB for CUDA, NCCL and the allocator"
+        return ""
 
     @property
     def usable_host_bytes(self) -> float:
