@@ -58,6 +58,11 @@ def test_messages_grow_to_the_runs_own_until_one_takes_long_enough(
     assert lane.sizes == sizes
 
 
-def test_noise_gives_neither_a_negative_latency_nor_a_negative_rate():
-    assert Line.through((1, 2e-3), (9, 1e-3)).s_per_byte > 0
+def test_noise_gives_neither_a_negative_latency_nor_an_endless_rate(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(lanes, "slowest", lambda values, _: values)
+    monkeypatch.setattr(lanes, "seconds", lambda *_: 5e-3)  # of one message and of five
+    assert lanes.message_s(lambda: None, CPU) == 1e-3
+    assert Line.through((1, 2e-3), (10, 1e-3)).s_per_byte == pytest.approx(1e-4)
     assert Line.through((8, 1e-6), (16, 9e-6)).latency_s == 0

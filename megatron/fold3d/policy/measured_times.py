@@ -7,7 +7,6 @@ from typing import Self
 
 from megatron.fold3d.plan.memory import HeldSizes
 
-_LEAST_S = 1e-9  # seconds that a clock can tell apart
 _USABLE = 0.9  # share of free memory; fragmentation, other processes and variation take the rest
 
 
@@ -20,9 +19,12 @@ class Line:
 
     @classmethod
     def through(cls, small: tuple[float, float], large: tuple[float, float]) -> Self:
-        """Return the line through two messages, each given as (bytes, seconds)."""
+        """Return the line through two messages, each given as (bytes, seconds).
+
+        If the large one was faster, which noise causes, all of its time counts as its bytes'.
+        """
         (few, few_s), (many, many_s) = small, large
-        s_per_byte = max(_LEAST_S, many_s - few_s) / (many - few)
+        s_per_byte = (many_s - few_s) / (many - few) if many_s > few_s else many_s / many
         return cls(s_per_byte, max(0.0, few_s - s_per_byte * few))
 
     def seconds(self, num_bytes: float) -> float:
