@@ -98,8 +98,10 @@ def test_the_thread_ends_when_nothing_is_left_and_begins_again() -> None:
     watcher = Watcher(lambda: begun.append(threading.current_thread().name))
     seen: list[bool] = []
     for number in (40, 80):  # more than are asked at a time
+        are_over = threading.Event()  # else the thread may end between two of them
         for line in range(40):
-            watcher.when(line, lambda: True, lambda: seen.append(watcher.is_current))
+            watcher.when(line, are_over.is_set, lambda: seen.append(watcher.is_current))
+        are_over.set()
         until(lambda: watcher._thread is None)
         assert seen == [True] * number
     assert begun == ["watcher", "watcher"]
