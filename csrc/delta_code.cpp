@@ -66,15 +66,17 @@ FOLD3D_BOTH int64_t put_block(int size, CodeOf code_of, int base, uint32_t* entr
                               int64_t capacity) {
   uint16_t lengths[kBlock + kSpare], low_bits[kBlock + kSpare], low[kBlock + kSpare];
   uint32_t ones_words[kOnesWords + kSpare], low_words[kLowWords + kSpare];
+  uint16_t any_ones = 0;
   for (int i = 0; i < size; ++i) {
     const Code code = code_of(i);
+    any_ones |= code.ones;
     lengths[i] = code.ones + 1;
     low_bits[i] = code.low_bits;
     low[i] = code.low;
   }
   for (int i = size; i % 4; ++i) lengths[i] = low_bits[i] = low[i] = 0;
   Bits ones{reinterpret_cast<char*>(ones_words)}, lows{reinterpret_cast<char*>(low_words)};
-  for (int i = 0; i < size; i += 4) {
+  for (int i = 0; any_ones && i < size; i += 4) {
     const int a = lengths[i], b = a + lengths[i + 1], c = b + lengths[i + 2];
     const int d = c + lengths[i + 3];
     const uint64_t zeros = bit_if(true, a - 1) | bit_if(b > a, b - 1) | bit_if(c > b, c - 1) |
@@ -117,6 +119,7 @@ FOLD3D_BOTH void take_block(int size, const uint32_t* part, uint32_t num_ones, L
     }
     found = next;
   }
+  for (int i = 0; num_ones == 0 && i < size; ++i) ends[i + 1] = i;  // nobody has ones
   for (int i = 0; i < size; ++i) {
     ones[i] = ends[i + 1] - ends[i] - 1;
     low_bits[i] = low_bits_of(i, ones[i]);
@@ -138,8 +141,30 @@ FOLD3D_BOTH void take_block(int size, const uint32_t* part, uint32_t num_ones, L
   }
 }
 
-int size_of(int64_t block, int64_t count) {
-  return static_cast<int>(std::min<int64_t>(kBlock, count - block * kBlock));
+/// Writes one half of the values of a block, of which each has `halves`; returns as `put_block`.
+template <class Half>
+FOLD3D_BOTH int64_t put_half(const uint16_t* values, int halves, int size, uint32_t* entry, uint32_t* message,
+                             int64_t used, int64_t capacity) {
+  uint16_t own[kBlock];
+  uint32_t sum = 0, num = 0;
+  for (int i = 0; i < size; ++i) {
+    own[i] = values[i * halves];
+    const uint32_t measured = Half::measured(own[i]);
+    sum += measured;
+    num += Half::counts(measured);
+  }
+  const int base = Half::base_of(sum, num);
+  const auto code = [&own, base](int i) { return Half::code_of(own[i], base); };
+  return put_block(size, code, base, entry, message, used, capacity);
+}
+
+template <class Half>
+FOLD3D_BOTH void take_half(uint16_t* values, int halves, int size, const uint32_t* entry, const uint32_t* message) {
+  const int base = entry[1] >> kBaseAt;
+  take_block(
+      size, message + entry[0], entry[1] & ((1 << kBaseAt) - 1),
+      [=](int, uint16_t ones) { return Half::low_bits_of(ones, base); },
+      [=](int i, Code code) { values[i * halves] = Half::half_of(code, base); });
 }
 
 }  // namespace
@@ -173,37 +198,29 @@ extern "C" CLONED void fold3d_delta_decode(const uint32_t* message, uint16_t* va
   }
 }
 
-/// As `fold3d_delta_encode`, of gradients: of every `stride`th of `values`.
-extern "C" CLONED void fold3d_gradient_encode(const uint16_t* values, int stride, int64_t count, uint32_t* message,
+/// As `fold3d_delta_encode`, of gradients with one half, which are bf16, or two, which are fp32.
+extern "C" CLONED void fold3d_gradient_encode(const uint16_t* values, int halves, int64_t count, uint32_t* message,
                                               int64_t capacity) {
-  int64_t used = kHeader + 2 * num_blocks(count);
+  int64_t used = kHeader + 2 * halves * num_blocks(count);
   for (int64_t block = 0; block < num_blocks(count); ++block) {
+    const uint16_t* const first = values + block * kBlock * halves;
+    uint32_t* const entry = message + kHeader + 2 * halves * block;
     const int size = size_of(block, count);
-    uint16_t now[kBlock];
-    uint32_t sum = 0, num = 0;
-    for (int i = 0; i < size; ++i) {
-      now[i] = turned(values[(block * kBlock + i) * stride]);
-      sum += now[i] >> kSignAndMantissa;
-      num += now[i] >> kSignAndMantissa != 0;
-    }
-    const int base = base_of(sum, num);
-    const auto code = [&now, base](int i) { return code_of_gradient(now[i], base); };
-    used += put_block(size, code, base, message + kHeader + 2 * block, message, used, capacity);
+    used += put_half<Upper>(first + halves - 1, halves, size, entry, message, used, capacity);
+    if (halves == 2) used += put_half<Lower>(first, halves, size, entry + 2, message, used, capacity);
   }
   message[0] = 0;
   message[1] = static_cast<uint32_t>(used);
 }
 
-/// Writes gradients to every `stride`th of `values`; reads up to 8 bytes behind the message.
-extern "C" CLONED void fold3d_gradient_decode(const uint32_t* message, uint16_t* values, int stride, int64_t count) {
+/// Writes gradients; reads up to 8 bytes behind the message.
+extern "C" CLONED void fold3d_gradient_decode(const uint32_t* message, uint16_t* values, int halves, int64_t count) {
   for (int64_t block = 0; block < num_blocks(count); ++block) {
-    const uint32_t* const entry = message + kHeader + 2 * block;
-    uint16_t* const now = values + block * kBlock * stride;
-    const int base = entry[1] >> kBaseAt;
-    take_block(
-        size_of(block, count), message + entry[0], entry[1] & ((1 << kBaseAt) - 1),
-        [](int, uint16_t ones) { return low_bits_of_gradient(ones); },
-        [=](int i, Code code) { now[i * stride] = turned_back(gradient_of(code, base)); });
+    uint16_t* const first = values + block * kBlock * halves;
+    const uint32_t* const entry = message + kHeader + 2 * halves * block;
+    const int size = size_of(block, count);
+    take_half<Upper>(first + halves - 1, halves, size, entry, message);
+    if (halves == 2) take_half<Lower>(first, halves, size, entry + 2, message);
   }
 }
 

@@ -85,8 +85,9 @@ __global__ void begin(const uint16_t* now, const uint16_t* old, int64_t count, i
   }
 }
 
-// The threads write the codes of a block, each those of its own values, of which there are `num`.
-__device__ void put_block(const Code* codes, int num, int base, uint32_t* entry, uint32_t* message,
+// The threads write the codes of a block of `size` values, each those of its own ones, of which there
+// are `num`.
+__device__ void put_block(const Code* codes, int num, int size, int base, uint32_t* entry, uint32_t* message,
                           int64_t capacity) {
   __shared__ uint32_t words[kOnesWords + kLowWords];
   __shared__ uint32_t first_word;
@@ -96,14 +97,15 @@ __device__ void put_block(const Code* codes, int num, int base, uint32_t* entry,
     own_low += codes[i].low_bits;
   }
   unsigned ones_at = sum_before(own_ones, ones_bits), low_at = sum_before(own_low, low_bits);
-  const unsigned num_ones = (ones_bits + 31) / 32, num_words = num_ones + (low_bits + 31) / 32;
+  const unsigned num_ones = ones_bits > static_cast<unsigned>(size) ? (ones_bits + 31) / 32 : 0;
+  const unsigned num_words = num_ones + (low_bits + 31) / 32;
   // Zeros are written into ones, and ones into zeros.
   for (unsigned i = threadIdx.x; i < num_words; i += kThreads) words[i] = i < num_ones ? ~0u : 0;
   if (threadIdx.x == 0) first_word = atomicAdd(message + 1, num_words);
   __syncthreads();
   for (int i = 0; i < num; ++i) {
     ones_at += codes[i].ones + 1;
-    atomicAnd(words + (ones_at - 1) / 32, ~(1u << ((ones_at - 1) % 32)));
+    if (num_ones) atomicAnd(words + (ones_at - 1) / 32, ~(1u << ((ones_at - 1) % 32)));
     add_bits(words + num_ones, low_at, codes[i].low);
     low_at += codes[i].low_bits;
   }
@@ -136,7 +138,7 @@ __device__ void take_block(int num, const uint32_t* part, unsigned num_ones, Low
   own = 0;
   for (int i = 0; i < num; ++i) {
     const int place = threadIdx.x * kEach + i;
-    codes[i].ones = static_cast<uint16_t>(ends[place] - (place ? ends[place - 1] + 1 : 0));
+    codes[i].ones = static_cast<uint16_t>(num_ones ? ends[place] - (place ? ends[place - 1] + 1 : 0) : 0);
     codes[i].low_bits = low_bits_of(i, codes[i].ones);
     own += codes[i].low_bits;
   }
@@ -164,7 +166,7 @@ __global__ void encode(const uint16_t* now, const uint16_t* old, int64_t count, 
     const int num = num_of(block, count);
     Code codes[kEach];
     for (int i = 0; i < num; ++i) codes[i] = code_of(now[first + i], old[first + i], mantissa, parameter);
-    put_block(codes, num, 0, message + kHeader + 2 * block, message, capacity);
+    put_block(codes, num, size_of(block, count), 0, message + kHeader + 2 * block, message, capacity);
   }
 }
 
@@ -186,36 +188,39 @@ __global__ void begin_gradients(uint32_t* message, uint32_t used) {
   message[1] = used;
 }
 
-__global__ void encode_gradients(const uint16_t* values, int stride, int64_t count, uint32_t* message,
-                                 int64_t capacity) {
+// `values` are the halves, of which each value has `halves`; `table` is where the first block's entry is.
+template <class Half>
+__global__ void encode_halves(const uint16_t* values, int halves, int64_t count, uint32_t* table,
+                              uint32_t* message, int64_t capacity) {
   for (int64_t block = blockIdx.x; block * kBlock < count; block += gridDim.x) {
-    const int64_t first = first_of(block);
+    const uint16_t* const own = values + first_of(block) * halves;
     const int num = num_of(block, count);
-    uint16_t now[kEach];
-    unsigned sum = 0, others = 0, all, num_all;
+    unsigned sum = 0, counted = 0, all, num_all;
     for (int i = 0; i < num; ++i) {
-      now[i] = turned(values[(first + i) * stride]);
-      sum += now[i] >> kSignAndMantissa;
-      others += now[i] >> kSignAndMantissa != 0;
+      const uint32_t measured = Half::measured(own[i * halves]);
+      sum += measured;
+      counted += Half::counts(measured);
     }
     sum_before(sum, all);
-    sum_before(others, num_all);
-    const int base = base_of(all, num_all);
+    sum_before(counted, num_all);
+    const int base = Half::base_of(all, num_all);
     Code codes[kEach];
-    for (int i = 0; i < num; ++i) codes[i] = code_of_gradient(now[i], base);
-    put_block(codes, num, base, message + kHeader + 2 * block, message, capacity);
+    for (int i = 0; i < num; ++i) codes[i] = Half::code_of(own[i * halves], base);
+    put_block(codes, num, size_of(block, count), base, table + 2 * halves * block, message, capacity);
   }
 }
 
-__global__ void decode_gradients(const uint32_t* message, uint16_t* values, int stride, int64_t count) {
+template <class Half>
+__global__ void decode_halves(const uint32_t* message, const uint32_t* table, uint16_t* values, int halves,
+                              int64_t count) {
   for (int64_t block = blockIdx.x; block * kBlock < count; block += gridDim.x) {
-    const uint32_t* const entry = message + kHeader + 2 * block;
-    uint16_t* const own = values + first_of(block) * stride;
+    const uint32_t* const entry = table + 2 * halves * block;
+    uint16_t* const own = values + first_of(block) * halves;
     const int base = static_cast<int>(entry[1] >> kBaseAt);
     take_block(
         num_of(block, count), message + entry[0], entry[1] & ((1u << kBaseAt) - 1),
-        [](int, uint16_t ones) { return low_bits_of_gradient(ones); },
-        [=](int i, Code code) { own[i * stride] = turned_back(gradient_of(code, base)); });
+        [=](int, uint16_t ones) { return Half::low_bits_of(ones, base); },
+        [=](int i, Code code) { own[i * halves] = Half::half_of(code, base); });
   }
 }
 
@@ -249,17 +254,23 @@ extern "C" int fold3d_delta_decode(const uint32_t* message, uint16_t* values, in
   return cudaGetLastError();
 }
 
-extern "C" int fold3d_gradient_encode(const uint16_t* values, int stride, int64_t count, uint32_t* message,
+extern "C" int fold3d_gradient_encode(const uint16_t* values, int halves, int64_t count, uint32_t* message,
                                       int64_t capacity, cudaStream_t stream) {
   const int64_t blocks = num_blocks(count);
-  LAUNCH(begin_gradients, 1, stream)(message, static_cast<uint32_t>(kHeader + 2 * blocks));
-  LAUNCH(encode_gradients, grid_of(blocks), stream)(values, stride, count, message, capacity);
+  uint32_t* const table = message + kHeader;
+  LAUNCH(begin_gradients, 1, stream)(message, static_cast<uint32_t>(kHeader + 2 * halves * blocks));
+  LAUNCH(encode_halves<Upper>, grid_of(blocks), stream)(values + halves - 1, halves, count, table, message, capacity);
+  if (halves == 2)
+    LAUNCH(encode_halves<Lower>, grid_of(blocks), stream)(values, halves, count, table + 2, message, capacity);
   return cudaGetLastError();
 }
 
-extern "C" int fold3d_gradient_decode(const uint32_t* message, uint16_t* values, int stride, int64_t count,
+extern "C" int fold3d_gradient_decode(const uint32_t* message, uint16_t* values, int halves, int64_t count,
                                       cudaStream_t stream) {
-  LAUNCH(decode_gradients, grid_of(num_blocks(count)), stream)(message, values, stride, count);
+  const unsigned grid = grid_of(num_blocks(count));
+  const uint32_t* const table = message + kHeader;
+  LAUNCH(decode_halves<Upper>, grid, stream)(message, table, values + halves - 1, halves, count);
+  if (halves == 2) LAUNCH(decode_halves<Lower>, grid, stream)(message, table + 2, values, halves, count);
   return cudaGetLastError();
 }
 

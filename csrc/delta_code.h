@@ -15,12 +15,16 @@
 //
 // `mantissa` is the bits of a value's mantissa: 7 in bf16, 10 in fp16.
 //
+// Where no value of a block has ones, the words of ones are left out.
+//
 // Gradients have no old values to differ from. But most of their exponents are near each other, so a
-// second code, in the same messages, writes their distances.
+// second code, in the same messages, writes their distances. Of fp32, the upper half of each gradient
+// is coded so, and the lower half in a third code: a block of values is a block of each.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #ifdef __CUDACC__
 #define FOLD3D_BOTH __host__ __device__ __forceinline__
@@ -83,42 +87,86 @@ FOLD3D_BOTH uint16_t value_of(Code code, uint16_t old) {
   return unfolded(static_cast<uint16_t>((code.ones << code.low_bits) | code.low), old);
 }
 
+constexpr int kBaseAt = 16;  // in a block's words of ones, which stay below
+
 // Gradients of bf16, or the upper halves of fp32. They are turned, so that the exponent is at the top.
-// A block has a base, the mean of its exponents. An exponent's distance from the base is folded to z,
-// and written with k = 1: z >> 1 as ones, then z & 1, sign and mantissa as low bits. After kEscape ones
-// the gradient follows whole.
-constexpr int kSignAndMantissa = 8;
-constexpr int kGradientLow = kSignAndMantissa + 1;  // low bits
-constexpr int kBaseAt = 16;                         // in a block's words of ones, which stay below
+// A block's base is the mean of its exponents that are not zero. An exponent's distance from the base
+// is folded to z, and written with k = 1: z >> 1 as ones, then z & 1, sign and mantissa as low bits.
+// After kEscape ones the gradient follows whole.
+struct Upper {
+  static constexpr int kSignAndMantissa = 8;
 
-FOLD3D_BOTH uint16_t turned(uint16_t bits) { return static_cast<uint16_t>(bits << 1 | bits >> 15); }
-FOLD3D_BOTH uint16_t turned_back(uint16_t bits) { return static_cast<uint16_t>(bits >> 1 | bits << 15); }
+  static FOLD3D_BOTH uint16_t turned(uint16_t half) { return static_cast<uint16_t>(half << 1 | half >> 15); }
+  static FOLD3D_BOTH uint32_t measured(uint16_t half) { return (half & 0x7FFFu) >> 7; }
+  static FOLD3D_BOTH bool counts(uint32_t exponent) { return exponent != 0; }
+  static FOLD3D_BOTH int base_of(uint32_t sum, uint32_t num) {
+    return num ? static_cast<int>((sum + num / 2) / num) : 0;
+  }
 
-// The mean of `num` exponents, all that are not zero.
-FOLD3D_BOTH int base_of(uint32_t sum, uint32_t num) {
-  return num ? static_cast<int>((sum + num / 2) / num) : 0;
-}
+  static FOLD3D_BOTH Code code_of(uint16_t half, int base) {
+    const uint16_t bits = turned(half);
+    const int above = (bits >> kSignAndMantissa) - base;
+    const int z = above > 0 ? 2 * above - 1 : -2 * above;
+    if (z >= 2 * kEscape) return {kEscape, 16, bits};
+    const int low = (z & 1) << kSignAndMantissa | (bits & 0xFF);
+    return {static_cast<uint16_t>(z >> 1), kSignAndMantissa + 1, static_cast<uint16_t>(low)};
+  }
 
-FOLD3D_BOTH Code code_of_gradient(uint16_t turned, int base) {
-  const int above = (turned >> kSignAndMantissa) - base;
-  const int z = above > 0 ? 2 * above - 1 : -2 * above;
-  if (z >= 2 * kEscape) return {kEscape, 16, turned};
-  const int low = (z & 1) << kSignAndMantissa | (turned & 0xFF);
-  return {static_cast<uint16_t>(z >> 1), kGradientLow, static_cast<uint16_t>(low)};
-}
+  static FOLD3D_BOTH uint16_t low_bits_of(uint16_t ones, int) {
+    return ones == kEscape ? 16 : kSignAndMantissa + 1;
+  }
 
-FOLD3D_BOTH uint16_t low_bits_of_gradient(uint16_t ones) {
-  return ones == kEscape ? 16 : kGradientLow;
-}
+  static FOLD3D_BOTH uint16_t half_of(Code code, int base) {
+    const bool is_above = code.low >> kSignAndMantissa;
+    const int exponent = is_above ? base + code.ones + 1 : base - code.ones;
+    const int bits = code.ones == kEscape ? code.low : exponent << kSignAndMantissa | (code.low & 0xFF);
+    return static_cast<uint16_t>(bits >> 1 | bits << 15);
+  }
+};
 
-FOLD3D_BOTH uint16_t gradient_of(Code code, int base) {
-  if (code.ones == kEscape) return code.low;
-  const bool is_above = code.low >> kSignAndMantissa;
-  const int exponent = is_above ? base + code.ones + 1 : base - code.ones;
-  return static_cast<uint16_t>(exponent << kSignAndMantissa | (code.low & 0xFF));
-}
+// The lower halves of fp32. Where bf16 gradients of micro-batches are added up in fp32, most end in
+// zeros. A block's base is above their mean number, or 0 where they are as few as in random bits.
+// Zeros at the end are left out of the low bits, up to the base less two for each of the ones.
+struct Lower {
+  static constexpr uint32_t kFew = 3;
+
+  // The exponent of the lowest bit, which counts as a float: this is vectorized.
+  static FOLD3D_BOTH uint32_t measured(uint16_t half) {
+    const int bits = half | 0x10000;
+    const auto lowest = static_cast<float>(bits & -bits);
+    uint32_t word;
+    memcpy(&word, &lowest, 4);
+    return (word >> 23) - 127;
+  }
+  static FOLD3D_BOTH bool counts(uint32_t) { return true; }
+  static FOLD3D_BOTH int base_of(uint32_t sum, uint32_t num) {
+    const uint32_t mean = sum / num;
+    return static_cast<int>(mean < kFew ? 0 : mean < 16 ? mean + 1 : 16);
+  }
+
+  static FOLD3D_BOTH Code code_of(uint16_t half, int base) {
+    const int fewer = base - static_cast<int>(measured(half));
+    const auto ones = static_cast<uint16_t>(fewer > 0 ? (fewer + 1) / 2 : 0);
+    const uint16_t low_bits = low_bits_of(ones, base);
+    return {ones, low_bits, static_cast<uint16_t>(half >> (16 - low_bits))};
+  }
+
+  static FOLD3D_BOTH uint16_t low_bits_of(uint16_t ones, int base) {
+    const int zeros = base - 2 * ones;
+    return static_cast<uint16_t>(zeros > 0 ? 16 - zeros : 16);
+  }
+
+  static FOLD3D_BOTH uint16_t half_of(Code code, int) {
+    return static_cast<uint16_t>(code.low << (16 - code.low_bits));
+  }
+};
 
 FOLD3D_BOTH int64_t num_blocks(int64_t count) { return (count + kBlock - 1) / kBlock; }
+
+FOLD3D_BOTH int size_of(int64_t block, int64_t count) {
+  const int64_t left = count - block * kBlock;
+  return static_cast<int>(left < kBlock ? left : kBlock);
+}
 
 // How far the values of a sample are apart.
 FOLD3D_BOTH int64_t sample_stride(int64_t count) { return count < kSample ? 1 : count / kSample; }

@@ -91,7 +91,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--coded-grad-reduce",
         choices=get_args(Switch),
         help="With the distributed optimizer, sum gradients to shards in a code without loss: 72%% "
-        "of the bytes of gradients in bf16, 86%% in fp32. auto measures at the first sum if that "
+        "of the bytes of gradients in bf16, 86%% in fp32, 60%% where these are sums of eight "
+        "bf16 ones (--no-gradient-accumulation-fusion). auto measures at the first sum if that "
         "is faster, and leaves it otherwise (default: auto with --schedule auto, else off).",
     )
     group.add_argument(

@@ -1,7 +1,8 @@
 """``--coded-grad-reduce``: reduce-scatters of gradients in fewer bits, bit for bit.
 
-Most gradients of a bucket have exponents near each other. So a replica sends the other replicas
-their shards of its gradients in a code, and each adds up what it receives:
+Most gradients of a bucket have exponents near each other. Those in fp32 that are sums of bf16 ones
+also end in zeros. So a replica sends the other replicas their shards of its gradients in a code,
+and each adds up what it receives:
 
     replica 0   backward ─ encode shard 1 ─┐            ┌ decode shard 0, add
     replica 1   backward ─ encode shard 0 ─┴ all-to-all ┴ decode shard 1, add
@@ -50,8 +51,8 @@ _Key = tuple[Ranks, int]
 
 _DTYPES = (torch.bfloat16, torch.float32)  # with exponents of 8 bits
 _ALIGNED_WORDS = 4  # NCCL sends byte by byte where a message begins between 16-byte words
-_FIRST_BITS = 12  # of an upper half; most gradients need 11
-_MOST_BITS = 15  # beyond, gradients are summed whole
+_FIRST_SPARED = 4  # bits of a gradient that the first sum of a size has no room for
+_LEAST_SPARED = 1  # with fewer, gradients are summed whole
 _RESTS = 100  # sums of such a size, before one is coded again
 _WORTH = 2  # times its own cost is what a code has to save
 _TIMED = 1 << 20  # gradients in the sums that measure the links
@@ -119,8 +120,7 @@ class CodedSums:
         Args:
             gradients: ``[num_elements]``, of all shards.
         """
-        values = gradients.numel() // group.size()
-        first = table_words(values) + values * _FIRST_BITS // 32
+        first = _shard_words(gradients, group, _FIRST_SPARED)
         return self._rooms.get(_key(gradients, group), first)
 
     def share(self, chunk: Any) -> float:
@@ -131,7 +131,7 @@ class CodedSums:
             for bucket in bucket_group.buckets:
                 gradients, room = bucket.grad_data, self._rooms.get(_key(bucket.grad_data, group))
                 whole += gradients.nbytes
-                coded = room and _coded_bytes(gradients, group.size(), room)
+                coded = room and _coded_bytes(group.size(), room)
                 sent += coded or gradients.nbytes
         return sent / max(1, whole)
 
@@ -144,8 +144,8 @@ class CodedSums:
     ) -> bool:
         """Note what the messages of a sum needed; return whether all of them fit.
 
-        Sums of one size share a room, which shrinks by less than its spare part between two of
-        them.
+        Sums of one size share a room, which has a spare part. It shrinks by much less between two
+        of them, so the longest of an iteration fits in the next one too.
 
         Args:
             gradients: ``[num_elements]``, of all shards.
@@ -153,11 +153,12 @@ class CodedSums:
             room: the words that each had.
         """
         key, most = _key(gradients, group), max(map(max, sizes))
-        self._rooms[key] = max(most + most // 32, room - room // 128)
-        if 32 * most > _MOST_BITS * (gradients.numel() // group.size()):
+        known = self._rooms.get(key, 0)
+        self._rooms[key] = max(most + most // 32, known - known // 1024)
+        if most > _shard_words(gradients, group, _LEAST_SPARED):
             self._rests[key] = _RESTS
             del self._rooms[key]
-        sent = _coded_bytes(gradients, group.size(), room)
+        sent = _coded_bytes(group.size(), room)
         self._coded_bytes += sent if most <= room else sent + gradients.nbytes
         self._whole_bytes += gradients.nbytes
         return most <= room
@@ -193,15 +194,16 @@ class CodedSums:
             return
         replicas, device = group.size(), gradients.device
         shard = gradients.chunk(replicas)[group.rank()]
-        message = torch.empty(shard.numel(), dtype=torch.int32, device=device)
+        longest = 2 * shard.nbytes // WORD + _ALIGNED_WORDS  # any bits fit
+        message = torch.empty(longest, dtype=torch.int32, device=device)
 
         def coded() -> None:
             encode_gradients(shard, message)
             decode_gradients(message, torch.empty_like(shard))
 
         coding_s = (replicas - 1) * _seconds(coded, device)
-        room = self.room(gradients, group)  # the same on all replicas
-        share = _coded_bytes(gradients, replicas, room) / gradients.nbytes
+        needed = max(gathered(int(message[1]), group))
+        share = _coded_bytes(replicas, needed) / gradients.nbytes
         whole = torch.zeros(min(gradients.numel(), _TIMED), device=device)
         whole = whole[: whole.numel() // replicas * replicas]
         sums = torch.empty_like(whole.chunk(replicas)[0])
@@ -243,21 +245,17 @@ class _Sum:
         self._sums, self._output, self._group = sums, output, group
         self._gradients, self._room = gradients, room
         replicas, here = group.size(), group.rank()
-        words = _message_words(gradients, replicas, room)
+        words = _message_words(replicas, room)
         self._sent = torch.empty(replicas, words, dtype=torch.int32, device=gradients.device)
         memory = self._sent.new_empty(replicas * words + SPARE_WORDS)
         self._received = memory[:-SPARE_WORDS].view(replicas, words)
-        begin = replicas + _lower_words(gradients, replicas)
         for rank, (shard, message) in enumerate(
             zip(gradients.chunk(replicas), self._sent, strict=True)
         ):
             if rank != here:
-                encode_gradients(shard, message[begin : begin + room])
-                if begin > replicas:
-                    lower = message[replicas:begin].view(torch.int16)
-                    lower.copy_(shard.view(torch.int16)[::2])
-        self._sent[here, begin + 1] = 0  # nothing is sent to itself
-        self._sent[:, :replicas] = self._sent[:, begin + 1]
+                encode_gradients(shard, message[replicas : replicas + room])
+        self._sent[here, replicas + 1] = 0  # nothing is sent to itself
+        self._sent[:, :replicas] = self._sent[:, replicas + 1]
         self.all_to_all_handle: Any = dist.all_to_all_single(
             self._received, self._sent, group=group, async_op=True
         )
@@ -289,12 +287,8 @@ class _Sum:
 
     def _decoded(self, rank: int) -> torch.Tensor:
         """Return the gradients of the own shard that a replica has sent."""
-        message, replicas = self._received[rank], self._group.size()
-        begin = replicas + _lower_words(self._gradients, replicas)
         values = torch.empty_like(self._output)
-        if begin > replicas:
-            values.view(torch.int16)[::2] = message[replicas:begin].view(torch.int16)
-        decode_gradients(message[begin:], values)
+        decode_gradients(self._received[rank, self._group.size() :], values)
         return values
 
 
@@ -313,7 +307,7 @@ class _Together:
 
 def _can_code(gradients: torch.Tensor, group: dist.ProcessGroup) -> bool:
     replicas = group.size()
-    is_even = gradients.numel() % (2 * replicas) == 0  # lower halves fill words
+    is_even = gradients.numel() % replicas == 0
     return replicas > 1 and gradients.dtype in _DTYPES and is_even
 
 
@@ -329,16 +323,17 @@ def _key(gradients: torch.Tensor, group: dist.ProcessGroup) -> _Key:
     return ranks_of(group), gradients.numel()
 
 
-def _lower_words(gradients: torch.Tensor, replicas: int) -> int:
-    """Return the words of a shard's lower halves, which are sent as they are."""
-    return gradients.numel() // replicas // 2 if gradients.element_size() == WORD else 0
+def _shard_words(gradients: torch.Tensor, group: dist.ProcessGroup, spared: int) -> int:
+    """Return the words of a shard's code that spares so many bits of each gradient."""
+    shard = gradients.chunk(group.size())[0]
+    return table_words(shard) + shard.numel() * (8 * shard.element_size() - spared) // 32
 
 
-def _message_words(gradients: torch.Tensor, replicas: int, room: int) -> int:
-    """Return the words of a message: all lengths of its sender, lower halves, and the code."""
-    words = replicas + _lower_words(gradients, replicas) + room
+def _message_words(replicas: int, room: int) -> int:
+    """Return the words of a message: all lengths of its sender, and the code."""
+    words = replicas + room
     return words + -words % _ALIGNED_WORDS
 
 
-def _coded_bytes(gradients: torch.Tensor, replicas: int, room: int) -> int:
-    return WORD * replicas * _message_words(gradients, replicas, room)
+def _coded_bytes(replicas: int, room: int) -> int:
+    return WORD * replicas * _message_words(replicas, room)

@@ -50,41 +50,35 @@ def decode(message: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def encode_gradients(values: torch.Tensor, message: torch.Tensor) -> None:
-    """Write the message from which `decode_gradients` makes values of 32 or 16 bits.
-
-    The upper 16 bits of each are coded. Lower bits follow no rule, and are not in the message.
+    """Write the message from which `decode_gradients` makes values.
 
     Args:
         values: contiguous ``[num_values]`` in bf16 or fp32.
         message: int32 words, with room for the table of blocks. The second one becomes how many
             words are needed; the message is complete only if it has as many.
     """
-    upper, stride = _upper(values)
-    _call(
-        "gradient_encode", upper, stride, upper.numel(), message, message.numel(), on=values.device
-    )
+    count, halves = values.numel(), _halves(values)
+    _call("gradient_encode", values, halves, count, message, message.numel(), on=values.device)
 
 
 def decode_gradients(message: torch.Tensor, values: torch.Tensor) -> None:
-    """Write the upper 16 bits of values, in place.
+    """Write values in place.
 
     Args:
         message: of `encode_gradients`, with `SPARE_WORDS` of memory behind it.
         values: contiguous ``[num_values]`` in the same dtype.
     """
-    upper, stride = _upper(values)
-    _call("gradient_decode", message, upper, stride, upper.numel(), on=values.device)
+    _call("gradient_decode", message, values, _halves(values), values.numel(), on=values.device)
 
 
-def table_words(num_values: int) -> int:
-    """Return the words of a message before its codes."""
-    return 2 + 2 * -(-num_values // _BLOCK)
+def table_words(values: torch.Tensor) -> int:
+    """Return the words of a message of gradients ``[num_values]`` before its codes."""
+    return 2 + 2 * _halves(values) * -(-values.numel() // _BLOCK)
 
 
-def _upper(values: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the upper halves of values, and their distance; a value of 16 bits is one half."""
-    stride = values.element_size() // 2
-    return values.view(torch.int16)[stride - 1 :: stride], stride
+def _halves(values: torch.Tensor) -> int:
+    """Return how many parts of 16 bits each value has, which are coded apart."""
+    return values.element_size() // 2
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:
