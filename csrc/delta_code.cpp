@@ -158,6 +158,7 @@ FOLD3D_BOTH int64_t put_half(const uint16_t* values, int halves, int size, uint3
   return put_block(size, code, base, entry, message, used, capacity);
 }
 
+/// Reads what `put_half` has written.
 template <class Half>
 FOLD3D_BOTH void take_half(uint16_t* values, int halves, int size, const uint32_t* entry, const uint32_t* message) {
   const int base = entry[1] >> kBaseAt;

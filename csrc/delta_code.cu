@@ -188,7 +188,7 @@ __global__ void begin_gradients(uint32_t* message, uint32_t used) {
   message[1] = used;
 }
 
-// `values` are the halves, of which each value has `halves`; `table` is where the first block's entry is.
+// One half of each value, of which it has `halves`: `values` is the first one, `table` its block's entry.
 template <class Half>
 __global__ void encode_halves(const uint16_t* values, int halves, int64_t count, uint32_t* table,
                               uint32_t* message, int64_t capacity) {

@@ -89,8 +89,11 @@ FOLD3D_BOTH uint16_t value_of(Code code, uint16_t old) {
 
 constexpr int kBaseAt = 16;  // in a block's words of ones, which stay below
 
+// The two codes of gradients have a base for each block: a mean of what is `measured` of those halves
+// that count.
+
 // Gradients of bf16, or the upper halves of fp32. They are turned, so that the exponent is at the top.
-// A block's base is the mean of its exponents that are not zero. An exponent's distance from the base
+// The base is the mean of exponents that are not zero. An exponent's distance from the base
 // is folded to z, and written with k = 1: z >> 1 as ones, then z & 1, sign and mantissa as low bits.
 // After kEscape ones the gradient follows whole.
 struct Upper {
@@ -125,12 +128,12 @@ struct Upper {
 };
 
 // The lower halves of fp32. Where bf16 gradients of micro-batches are added up in fp32, most end in
-// zeros. A block's base is above their mean number, or 0 where they are as few as in random bits.
-// Zeros at the end are left out of the low bits, up to the base less two for each of the ones.
+// zeros. The base is a little more than their mean number, or 0 where they are as few as in random
+// bits. As many zeros as the base says are left out, but two fewer for each of the ones.
 struct Lower {
   static constexpr uint32_t kFew = 3;
 
-  // The exponent of the lowest bit, which counts as a float: this is vectorized.
+  // How many zeros end it: the exponent of its lowest bit as a float, which compilers vectorize.
   static FOLD3D_BOTH uint32_t measured(uint16_t half) {
     const int bits = half | 0x10000;
     const auto lowest = static_cast<float>(bits & -bits);

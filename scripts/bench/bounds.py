@@ -15,6 +15,7 @@ from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Job, lower
 from megatron.fold3d.plan.ir import stages_of
 from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.predict.cost_model.coded_sync import summed_bits
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.search.neighbours import units
 from megatron.fold3d.predict.simulator.lower_bound import Bounds
@@ -77,11 +78,17 @@ def _factor(job: Simulation, num_segments: int, runs: Sequence[Run]) -> float | 
 
 
 def _bounds(job: Simulation, num_segments: int) -> Iterator[Bounds]:
-    bits = 0.0 if job.setup.fp32 else _CODED_BITS
+    setup, fp32 = job.setup, job.setup.fp32
+    summed = summed_bits(setup.gradient_bytes, None if fp32 else job.num_microbatches)
     known = estimate(
         job.shape,
         job.hosts,
-        replace(job.setup, distributed_optimizer=True, gathered_bits=bits, codes_sums=True),
+        replace(
+            setup,
+            distributed_optimizer=True,
+            gathered_bits=0.0 if fp32 else _CODED_BITS,
+            summed_bits=summed,
+        ),
         num_ranks=job.num_ranks,
         num_segments=num_segments,
     )

@@ -160,7 +160,7 @@ def test_stocks_flags_come_before_ours_largest_first():
         OneFlag("--use-distributed-optimizer", judged(STOCK, 9.0)),
         OneFlag("--sequence-parallel", judged(STOCK, 10.2)),
     )
-    codes = replace(STOCK, setup=replace(SETUP, gathered_bits=2.5, codes_sums=True))
+    codes = replace(STOCK, setup=replace(SETUP, gathered_bits=2.5, summed_bits=11.5))
     mine = Yours(run=own, alone=alone, same_layout=judged(STOCK, 6.25), coded=judged(codes, 8.0))
     others = replace(AIAO, num_ranks=8)
     assert list(gains_over_yours(found(judged(others, 5.0)), mine)) == [

@@ -30,7 +30,7 @@ from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.policy.partition import layers_of_stages
 from megatron.fold3d.predict.cost_model.cluster import Cluster
-from megatron.fold3d.predict.cost_model.coded_sync import Codes, coded_bits
+from megatron.fold3d.predict.cost_model.coded_sync import Codes, coded_bits, summed_bits
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidates import Candidate
@@ -213,7 +213,7 @@ def _replicas(args: Namespace, hardware: Cluster | None) -> int:
 def setup_of(args: Namespace, data_parallel: int, cluster: Cluster | None = None) -> Setup:
     """Return the setup that flags describe, from Megatron's namespace."""
     layers = layers_of(args, cluster)
-    return Setup(
+    setup = Setup(
         tensor_parallel=args.tensor_model_parallel_size,
         data_parallel=data_parallel,
         microbatch_size=args.micro_batch_size,
@@ -226,10 +226,14 @@ def setup_of(args: Namespace, data_parallel: int, cluster: Cluster | None = None
         expert_tensor_parallel=(args.num_experts and args.expert_tensor_parallel_size) or 0,
         order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
         gathered_bits=0.0 if coded(args, "delta_param_gather") == "off" else _gathered_bits(args),
-        codes_sums=coded(args, "coded_grad_reduce") != "off",
         **layers,
         **precision_of(args),
     )
+    if coded(args, "coded_grad_reduce") == "off":
+        return setup
+    added = args.global_batch_size // (args.micro_batch_size * data_parallel)
+    bits = summed_bits(setup.gradient_bytes, added if _is_unfused(args) else None)
+    return replace(setup, summed_bits=bits)
 
 
 _LEARNING_RATE, _DEVIATION = 1e-4, 0.02  # where no flag says them
@@ -237,6 +241,10 @@ _LEARNING_RATE, _DEVIATION = 1e-4, 0.02  # where no flag says them
 
 def _gathered_bits(args: Namespace) -> float:
     return coded_bits(args.lr or _LEARNING_RATE, args.init_method_std or _DEVIATION)
+
+
+def _is_unfused(args: Namespace) -> bool:
+    return bool(args.bf16 and not args.gradient_accumulation_fusion)
 
 
 def codes_of(args: Namespace) -> Codes:
@@ -248,7 +256,7 @@ def codes_of(args: Namespace) -> Codes:
     asked = {name: getattr(args, name) or "auto" for name in names}
     sharded = Namespace(**vars(args) | asked | {"use_distributed_optimizer": True})
     gathers, sums = (coded(sharded, name) != "off" for name in names)
-    return Codes(_gathered_bits(args) if gathers else 0.0, sums)
+    return Codes(_gathered_bits(args) if gathers else 0.0, sums, _is_unfused(args))
 
 
 def left_out(args: Namespace) -> Iterator[str]:

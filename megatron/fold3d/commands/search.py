@@ -163,7 +163,7 @@ def _as_json(found: Search, own: Yours | None, user: Described, cluster: Cluster
             "distributed_optimizer": setup.distributed_optimizer,
             "gradient_bytes": setup.gradient_bytes,
             "gathered_bits": setup.gathered_bits or 8 * setup.element_bytes,
-            "codes_sums": setup.codes_sums,
+            "summed_bits": setup.summed_bits or 8 * setup.gradient_bytes,
             "sums_in_fp32": list(sums_of(setup)),
             "layers": c.layers or None,
             "recompute": setup.asked_recompute,

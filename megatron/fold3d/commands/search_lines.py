@@ -15,7 +15,6 @@ from megatron.fold3d.observe.breakdown import Flops
 from megatron.fold3d.observe.digits import digits, seconds
 from megatron.fold3d.observe.report.palette import SERIES
 from megatron.fold3d.predict.cost_model.cluster import Cluster
-from megatron.fold3d.predict.cost_model.coded_sync import coded_share
 from megatron.fold3d.predict.cost_model.efficiency import source_of
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.search.candidates import Candidate, flops_of
@@ -252,9 +251,9 @@ def _coded(found: Search) -> Iterator[str]:
     setup = found.coded[0].candidate.setup
     if setup.gathered_bits:
         yield f"--delta-param-gather sends {setup.gathered_bits:.1f} of a parameter's 16 bits"
-    if setup.codes_sums:
-        yield f"--coded-grad-reduce sends {coded_share(setup.gradient_bytes):.0%} of gradients"
-    rounds = setup.codes_sums and setup.most_replicas > 2
+    if setup.summed_bits:
+        yield f"--coded-grad-reduce sends {setup.summed_share:.0%} of gradients"
+    rounds = setup.summed_bits and setup.most_replicas > 2
     yield "  results stay the same" + (", but for the order of sums of replicas" if rounds else "")
     if found.uncoded is not None and found.best_stock is not None:
         gain = found.best_stock.iteration_s / found.uncoded.iteration_s - 1

@@ -7,9 +7,9 @@ more steps: 4 layers of hidden size 256, learning rates from 3e-5 to 6e-4, devia
 0.02. Its error is at most 0.2 bits. First steps take 1 to 2.5 bits more, grown parameters fewer.
 
 ``--coded-grad-reduce`` takes 11.1 bits for the upper 16 of a gradient in a model of the same sizes,
-from the first step to the 20th, and 10.8 for Gaussian ones. The lower 16 of fp32 count whole, as
-after fused accumulation. Without it they take 0, 3, 6 and 11 bits for sums of 1, 2, 8 and 64 bf16
-gradients, and a run's ``--schedule auto`` counts what it measured.
+from the first step to the 20th, and 10.8 for Gaussian ones. The lower 16 of fp32
+stay whole, but for sums of bf16 gradients: Gaussian ones take 0, 3.3, 6.1 and 10.6 bits if 1, 2, 8
+and 64 were added, and 6.6 for 8 in the model.
 """
 
 from math import inf, log2
@@ -18,25 +18,34 @@ from typing import NamedTuple
 _SCALE, _POWER = 116, 0.87
 _LONGEST = 0.4
 """Bits by which the longest shard's message exceeds the mean; all-gathers pad to the longest."""
-_UPPER_BITS = 11.1 * 33 / 32  # the room of a message is larger than the message
+_UPPER_BITS = 11.1
+_ROOM = 33 / 32  # of a message, larger than the message
 CODED_BYTES_PER_S = 4e11
 """Bytes of a shard that a GPU codes a second: from an A100's memory rate, not measured."""
 
 
 class Codes(NamedTuple):
-    """What training may code: see `Setup.gathered_bits` and `Setup.codes_sums`."""
+    """What training may code: see `Setup.gathered_bits` and `Setup.summed_bits`."""
 
     gathered_bits: float = 0.0
     sums: bool = False
+    unfused: bool = False
+    """Whether bf16 gradients of micro-batches are added up outside of matmuls."""
 
 
 NO_CODES = Codes()
 
 
-def coded_share(gradient_bytes: int) -> float:
-    """Return which part of the bytes of gradients a coded sum sends."""
-    lower_bits = 8 * gradient_bytes - 16
-    return (lower_bits + _UPPER_BITS) / (8 * gradient_bytes)
+def summed_bits(gradient_bytes: int, num_added: int | None = None) -> float:
+    """Return how many bits of a gradient a coded sum sends.
+
+    Args:
+        num_added: of how many bf16 gradients it is the sum; None if they were added in a matmul.
+    """
+    lower_bits = 8.0 * gradient_bytes - 16
+    if num_added is not None:
+        lower_bits = min(lower_bits, 0.0 if num_added == 1 else 1.8 + 1.5 * log2(num_added))
+    return (_UPPER_BITS + lower_bits) * _ROOM
 
 
 def coded_bits(learning_rate: float, deviation: float) -> float:

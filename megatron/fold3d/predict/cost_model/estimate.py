@@ -19,7 +19,7 @@ from typing import Any
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.cost_model.cluster import Cluster
-from megatron.fold3d.predict.cost_model.coded_sync import CODED_BYTES_PER_S, coded_share
+from megatron.fold3d.predict.cost_model.coded_sync import CODED_BYTES_PER_S
 from megatron.fold3d.predict.cost_model.efficiency import efficiency
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
 from megatron.fold3d.predict.cost_model.placement import gpus_together, nic_of_rank, routes
@@ -112,7 +112,7 @@ def estimate(
     pipeline = _Pipeline(shape, cluster, setup, num_ranks, split, recompute_layers)
     one_queue = max(setup.tensor_parallel, setup.context_parallel) > 1
     costs = pipeline.costs().with_replicated(replicated)
-    if setup.codes_sums:
+    if setup.summed_bits:
         costs = costs.with_coded_sums(pipeline.sent_shares(costs.grad_sync_s), replicated)
     return Estimate(
         costs,
@@ -346,7 +346,7 @@ class _Pipeline:
 
         They include the time of coding, and are used only if they are faster.
         """
-        share = coded_share(self.setup.gradient_bytes) * self._all_to_all_factor
+        share = self.setup.summed_share * self._all_to_all_factor
         return tuple(
             min(1.0, share + size / CODED_BYTES_PER_S / seconds) if seconds else 1.0
             for size, seconds in zip(self.synced_bytes, whole_s, strict=True)

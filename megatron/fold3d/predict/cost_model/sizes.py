@@ -13,7 +13,6 @@ from functools import partial
 from math import prod
 from typing import Literal
 
-from megatron.fold3d.predict.cost_model.coded_sync import coded_share
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Parameters, Split
 
 Recompute = Literal["none", "selective", "full"]
@@ -51,8 +50,8 @@ class Setup:
     """The distributed optimizer sums over replicas in 32 bits, after an all-to-all."""
     gathered_bits: float = 0.0
     """Bits of a parameter in coded all-gathers; zero means that whole parameters are gathered."""
-    codes_sums: bool = False
-    """Whether gradients are summed to shards in a code without loss."""
+    summed_bits: float = 0.0
+    """Bits of a gradient in coded sums to shards; zero means that whole gradients are summed."""
     optimizer_instances: int = 1
     """Groups of replicas; each group shards a copy of the distributed optimizer's state."""
     local_layers: bool = False
@@ -109,12 +108,17 @@ class Setup:
     def coding_flags(self) -> tuple[str, ...]:
         """Our flags with which DP.sync is coded."""
         gathers = ("--delta-param-gather auto",) if self.gathered_bits else ()
-        return (*gathers, "--coded-grad-reduce auto") if self.codes_sums else gathers
+        return (*gathers, "--coded-grad-reduce auto") if self.summed_bits else gathers
 
     @property
     def gradient_bytes(self) -> int:
         """The bytes of a parameter's gradient, where it is summed."""
         return 2 if self.small_gradients else 4
+
+    @property
+    def summed_share(self) -> float:
+        """The part of the bytes of gradients that coded sums send."""
+        return self.summed_bits / 8 / self.gradient_bytes
 
     @property
     def asked_recompute(self) -> Recompute:
@@ -202,7 +206,7 @@ def static_bytes(
     """
     # A gradient, its 32-bit sum over micro-batches, and what all-to-alls receive; coded ones also
     # keep what they send.
-    messages = setup.scatters_in_fp32 + setup.codes_sums * 2 * coded_share(setup.gradient_bytes)
+    messages = setup.scatters_in_fp32 + 2 * setup.summed_share
     gradient = setup.gradient_bytes * (1 + messages) + 4 * setup.accumulates_in_fp32
     whole, optimizer = setup.element_bytes + gradient, setup.optimizer_bytes
     shares = (1.0, 1.0)

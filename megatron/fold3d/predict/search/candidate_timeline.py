@@ -112,7 +112,7 @@ def without_grad_sync(candidate: Candidate) -> Candidate:
         accumulates_in_fp32=False,
         scatters_in_fp32=False,
         gathered_bits=0.0,
-        codes_sums=False,
+        summed_bits=0.0,
     )
     choice = candidate.choice.in_iteration().changed(optimizer="sharded")
     return replace(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from megatron.fold3d.plan.schedule_word import Segments
-from megatron.fold3d.predict.cost_model.coded_sync import Codes
+from megatron.fold3d.predict.cost_model.coded_sync import Codes, summed_bits
 from megatron.fold3d.predict.cost_model.sizes import Order
 from megatron.fold3d.predict.search.candidates import Assumption, Candidate, group_sizes
 
@@ -158,9 +158,10 @@ def with_codes(candidate: Candidate, codes: Codes) -> Iterator[Candidate]:
         return
     bits = 0.0 if setup.fp32 else codes.gathered_bits
     plain = setup.optimizer_instances == 1 and not (setup.scatters_in_fp32 or c.preemptive)
-    sums = codes.sums and plain
-    if sums:
-        yield replace(c, setup=replace(setup, gathered_bits=bits, codes_sums=True))
+    if codes.sums and plain:
+        added = c.num_microbatches if codes.unfused else None
+        summed = summed_bits(setup.gradient_bytes, added)
+        yield replace(c, setup=replace(setup, gathered_bits=bits, summed_bits=summed))
     if bits:
         yield replace(c, setup=replace(setup, gathered_bits=bits))
 

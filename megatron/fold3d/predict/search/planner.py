@@ -163,7 +163,7 @@ def strongest_stock(shape: ModelShape, cluster: Cluster, ours: Candidate) -> Jud
     """
     setup = ours.setup
     bare = replace(setup, distributed_optimizer=False, order=Setup().order)
-    bare = replace(bare, gathered_bits=0.0, codes_sums=False)
+    bare = replace(bare, gathered_bits=0.0, summed_bits=0.0)
     given = asdict(bare) | {"num_ranks": ours.num_ranks}
     del given["recompute"]
     batch = ours.num_microbatches * setup.data_parallel * setup.microbatch_size
