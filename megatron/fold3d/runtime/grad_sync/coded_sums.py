@@ -37,6 +37,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
 from megatron.fold3d.runtime.grad_sync.delta_code import (
     SPARE_WORDS,
     WORD,
+    WORTH,
     decode_gradients,
     encode_gradients,
     table_words,
@@ -54,7 +55,6 @@ _ALIGNED_WORDS = 4  # NCCL sends byte by byte where a message begins between 16-
 _FIRST_SPARED = 4  # bits of a gradient that the first sum of a size has no room for
 _LEAST_SPARED = 1  # with fewer, gradients are summed whole
 _RESTS = 100  # sums of such a size, before one is coded again
-_WORTH = 2  # times its own cost is what a code has to save
 _TIMED = 1 << 20  # gradients in the sums that measure the links
 
 
@@ -215,7 +215,7 @@ class CodedSums:
         free_bytes = free_device_bytes(device)
         held_bytes = 2 * self._num_chunks * gradients.untyped_storage().nbytes()  # of all messages
         has_room = free_bytes is None or free_bytes > held_bytes
-        is_faster = all(gathered(has_room and saved_s > _WORTH * coding_s, group))
+        is_faster = all(gathered(has_room and saved_s > WORTH * coding_s, group))
         self._is_faster[ranks_of(group)] = is_faster
         log_single_rank(
             logger,

@@ -17,6 +17,8 @@ MANTISSAS = {torch.bfloat16: 7, torch.float16: 10}
 """The bits of a mantissa, for each dtype that can be coded."""
 WORD = 4  # bytes
 SPARE_WORDS = 2  # what a decoder may read behind a message
+WORTH = 2
+"""Times its cost is what a code has to save: ranks that share a machine's cores pay more."""
 _BLOCK = 4096  # values
 
 

@@ -32,6 +32,7 @@ from megatron.fold3d.runtime.grad_sync.delta_code import (
     MANTISSAS,
     SPARE_WORDS,
     WORD,
+    WORTH,
     checksum,
     decode,
     encode,
@@ -200,7 +201,7 @@ class DeltaGather:
         dist.all_gather_into_tensor(whole, shard, group=replicas)
         saved = sum(bucket.param_data.nbytes - self._link_bytes[bucket] for bucket in coded)
         saved_s = saved * passed_s() / whole.nbytes
-        gain_s = torch.tensor(saved_s - coding_s, dtype=torch.float64, device=device)
+        gain_s = torch.tensor(saved_s - WORTH * coding_s, dtype=torch.float64, device=device)
         dist.all_reduce(gain_s, dist.ReduceOp.MIN, group=replicas)
         self._is_faster[optimizer] = is_faster = bool(gain_s.item() > 0)
         if not is_faster:
