@@ -57,8 +57,15 @@ def test_a_script_that_does_not_leave_through_us_tells_its_failure_alike(tmp_pat
     assert "out of memory" in (tmp_path / "errors1").read_text()
 
 
-# A transfer, and one that is preemptible and does not end.
-@pytest.mark.parametrize("noticed", [GONE, "send to rank 1: no end within 600 s of its start"])
+# A transfer, and preemptible ones: one does not end, one was left.
+@pytest.mark.parametrize(
+    "noticed",
+    [
+        GONE,
+        "send to rank 1: no end within 600 s of its start",
+        "reduce-scatter 25 over ranks [0, 1]: shut down before it was over",
+    ],
+)
 def test_where_a_rank_was_killed_the_one_that_is_silent_is_named(
     noticed: str, tmp_path: Path
 ) -> None:

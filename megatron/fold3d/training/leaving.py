@@ -38,7 +38,7 @@ _LAST_WORD = "the last word"  # the task of one rank
 # Error messages of a rank whose neighbour is gone, or has failed.
 _OF_ANOTHER = re.compile(
     r"connection (closed|reset)|broken pipe|timed? ?out|remote process exited|connection refused|"
-    r"rank \d+ (has died|failed)|no end within",
+    r"rank \d+ (has died|failed)|no end within|shut down before it was over",
     re.IGNORECASE,
 )
 _PLACE = re.compile(r"fold3d: (rank \d+ \(pipeline rank \d+\) was at .+)")
