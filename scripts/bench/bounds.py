@@ -78,17 +78,13 @@ def _factor(job: Simulation, num_segments: int, runs: Sequence[Run]) -> float | 
 
 
 def _bounds(job: Simulation, num_segments: int) -> Iterator[Bounds]:
-    setup, fp32 = job.setup, job.setup.fp32
-    summed = summed_bits(setup.gradient_bytes, None if fp32 else job.num_microbatches)
+    fp32, added = job.setup.fp32, None if job.setup.fp32 else job.num_microbatches
+    summed = summed_bits(job.setup.gradient_bytes, added)
+    codes = replace(job.setup, gathered_bits=0.0 if fp32 else _CODED_BITS, summed_bits=summed)
     known = estimate(
         job.shape,
         job.hosts,
-        replace(
-            setup,
-            distributed_optimizer=True,
-            gathered_bits=0.0 if fp32 else _CODED_BITS,
-            summed_bits=summed,
-        ),
+        replace(codes, distributed_optimizer=True),
         num_ranks=job.num_ranks,
         num_segments=num_segments,
     )

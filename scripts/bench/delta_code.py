@@ -52,11 +52,9 @@ def main() -> int:
         print(f"{rate:13.0e}  {32 * int(message[1]) / len(new):4.2f}  {rates}")
     print("gradients      bits  encode GB/s  decode GB/s")
     micro_batches = (1e-4 * torch.randn(8, len(weight) // 4, device=device)).bfloat16()
-    for name, gradients in (
-        ("bf16", (1e-4 * weight).bfloat16()),
-        ("fp32", 1e-4 * weight),
-        ("8 x bf16", micro_batches.float().sum(0)),
-    ):
+    usual = 1e-4 * weight
+    kinds = {"bf16": usual.bfloat16(), "fp32": usual, "8 x bf16": micro_batches.float().sum(0)}
+    for name, gradients in kinds.items():
         best = [float("inf")] * 2
         message = torch.zeros(len(weight), dtype=torch.int32, device=device)
         for _ in range(_ROUNDS):
