@@ -89,6 +89,15 @@ def test_sums_of_more_than_two_replicas_are_cut_unless_results_have_to_be_stocks
         assert found.may_cut_sums is (1 < replicas <= most)
 
 
+def test_bits_of_sums_are_known_before_the_batch_is(parse):
+    """With --segments auto; Megatron's batch is then one micro-batch of each pipeline."""
+    args = parse(f"{ZERO} --bf16 --schedule aiao --coded-grad-reduce on")
+    args.data_parallel_size = 2
+    args.global_batch_size = None
+    args.gradient_accumulation_fusion = False
+    assert setup_of(args, 2).summed_bits < 12
+
+
 def test_stocks_groups_are_accepted(config):
     grouped = "--microbatch-group-size-per-virtual-pipeline-stage 3"
     assert config(f"{REDUCE} {grouped}").choice.group == 3

@@ -19,7 +19,12 @@ from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.commands.training_words import not_counted
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.job_sizes import ranks_of_model, stage_layers, uneven_ranks
+from megatron.fold3d.config.job_sizes import (
+    num_microbatches,
+    ranks_of_model,
+    stage_layers,
+    uneven_ranks,
+)
 from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.refusals import coded
 from megatron.fold3d.config.run_flags import stock_group_problems
@@ -231,9 +236,8 @@ def setup_of(args: Namespace, data_parallel: int, cluster: Cluster | None = None
     )
     if coded(args, "coded_grad_reduce") == "off":
         return setup
-    added = args.global_batch_size // (args.micro_batch_size * data_parallel)
-    bits = summed_bits(setup.gradient_bytes, added if _is_unfused(args) else None)
-    return replace(setup, summed_bits=bits)
+    added = num_microbatches(args, data_parallel) if _is_unfused(args) else None
+    return replace(setup, summed_bits=summed_bits(setup.gradient_bytes, added))
 
 
 _LEARNING_RATE, _DEVIATION = 1e-4, 0.02  # where no flag says them

@@ -64,9 +64,16 @@ def num_replicas(args: Namespace) -> int:
     return int(max(dense, dense * in_layer // (in_expert * args.expert_model_parallel_size)))
 
 
-def num_microbatches(args: Namespace) -> int:
-    """Return the micro-batches of an iteration after ramp-up, from parsed or validated flags."""
-    at_once = args.micro_batch_size * max(1, args.world_size // ranks_of_model(args))
+def num_microbatches(args: Namespace, data_parallel: int | None = None) -> int:
+    """Return the micro-batches of an iteration after ramp-up, from parsed or validated flags.
+
+    Args:
+        args: Megatron's namespace.
+        data_parallel: how many pipelines share a batch; None takes it from the number of ranks.
+    """
+    if data_parallel is None:
+        data_parallel = max(1, args.world_size // ranks_of_model(args))
+    at_once = args.micro_batch_size * data_parallel
     return max(1, int((args.global_batch_size or at_once) // at_once))
 
 

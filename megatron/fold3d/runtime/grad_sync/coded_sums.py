@@ -194,7 +194,7 @@ class CodedSums:
             return
         replicas, device = group.size(), gradients.device
         shard = gradients.chunk(replicas)[group.rank()]
-        longest = 2 * shard.nbytes // WORD + _ALIGNED_WORDS  # any bits fit
+        longest = table_words(shard) + 2 * shard.nbytes // WORD + _ALIGNED_WORDS  # any bits fit
         message = torch.empty(longest, dtype=torch.int32, device=device)
 
         def coded() -> None:
