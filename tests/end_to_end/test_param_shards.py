@@ -42,6 +42,7 @@ MORE_AND_MORE = (  # 2, 4 and 4 micro-batches
     "--step-batch-size-schedule '0:4 64:8' --train-samples 20 --lr-decay-samples 40 "
     "--eval-global-batch-size 4"
 )
+ALL_SKIPPED = f"--fp16 --initial-loss-scale {1 << 30} --eval-interval 9"  # so no hook gathers
 OF_GRADIENTS = "--shard-segments gradients"
 GRADIENTS = f"aiao {OF_GRADIENTS}"
 
@@ -84,6 +85,7 @@ ROWS = (
         segments=4,
     ),
     Row(f"aiao:step=next:share=1 {OF_GRADIENTS}", f"{OVERLAP} {MORE_AND_MORE}", dp=2, segments=4),
+    Row(GRADIENTS, f"{OVERLAP} {ALL_SKIPPED}", dp=2, segments=2, m=2, stock=ONE_GROUP),
     Row(f"{GRADIENTS} --preemptive-comm", OVERLAP, dp=2, segments=4, m=3, stock=ONE_GROUP),
 )
 

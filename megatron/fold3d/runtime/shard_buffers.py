@@ -92,9 +92,19 @@ class ShardBuffers(Feature):
         return of_data(iteration, inner)
 
     def drain(self, iteration: Iteration) -> None:
-        """Give Megatron whole buffers, which hold this replica's shards."""
-        for segment in sorted(self._kept):
+        """Give Megatron whole buffers, which hold this replica's shards.
+
+        Before Megatron's hooks gather parameters, which they do from its first step on, all shards
+        are gathered here: nobody would do it behind a step that is skipped.
+        """
+        freed = sorted(self._kept)
+        for segment in freed:
             self._restore(segment)
+        if self.data == "grad_data" or iteration.config.param_sync_func is not None:
+            return
+        for bucket_group in bucket_groups(*(self._chunks[segment] for segment in freed)):
+            bucket_group.start_param_sync(force_sync=True)
+            bucket_group.param_gather_dispatched = False
 
     def _of_params(self, iteration: Iteration, inner: Handlers) -> Handlers:
         # DDP's hooks wait for each layer's own all-gather, except in Megatron's first iteration.
