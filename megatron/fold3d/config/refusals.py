@@ -329,6 +329,8 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         f"parameters; {_BOTH}",
         "--num-distributed-optimizer-instances above 1": "an instance gathers among its own "
         f"replicas, and nothing has tested that; {_BOTH}",
+        "--overlap-param-gather-with-optimizer-step": "it gathers the first segment behind its "
+        f"step, and the next iteration begins by freeing it; {_BOTH}",
         _READERS: f"{_WHOLE}; {_BOTH}",
         "--use-nccl-ub": f"NCCL registers the buffers, and they are freed; {_BOTH}",
     },
