@@ -57,6 +57,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         ("simulate", "no batch: give --global-batch-size, or --microbatches"),
         ("simulate --schedule aiao --pp 2 -- --lr 1", "no batch: give --global-batch-size"),
         ("simulate --schedule plan=x", "x: No such file or directory"),
+        (f"{SIMULATE} --segments auto --layers auto", "--segments auto: it measures the hardware"),
         (f"{SIMULATE} --schedule aiao:wgrad=behind@0,2", "no segment 2, a rank holds 2; give some"),
         (f"{SIMULATE} --seconds forward=-1", "'forward=-1': seconds are zero or more"),
         (f"{SIMULATE} --seconds p2p=nan", "'p2p=nan': seconds are zero or more"),

@@ -29,6 +29,7 @@ from megatron.fold3d.config.read_config import read_config
 from megatron.fold3d.config.refusals import coded
 from megatron.fold3d.config.run_flags import stock_group_problems
 from megatron.fold3d.config.schedule_flags import word_of
+from megatron.fold3d.config.segment_flags import MEASURES
 from megatron.fold3d.plan.choice import file_of, stock_schedule
 from megatron.fold3d.plan.files import read_plan
 from megatron.fold3d.plan.ir import Plan
@@ -125,6 +126,8 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
         ValueError: a rule is broken, or sizes do not fit each other.
     """
     args = said.args
+    if args.segments == AUTO:
+        raise ValueError(f"--segments auto: {MEASURES}")
     if (file := file_of(word_of(args).order)) is not None:
         _take_sizes(args, read_plan(file))
     if args.layers == AUTO and said.shape is not None:

@@ -25,6 +25,7 @@ from megatron.fold3d.commands.training_words import (
 from megatron.fold3d.config.settings import attribute_of
 from megatron.fold3d.config.spelling import flag_of, typed
 from megatron.fold3d.observe.fields import read_text
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import MOST_LAYERS, ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.presets import preset_flags
@@ -75,7 +76,7 @@ class Described:
             "tensor_parallel": typed.tp,
             "data_parallel": typed.dp,
             "num_ranks": typed.pp,
-            "num_segments": typed.segments,
+            "num_segments": None if typed.segments == AUTO else typed.segments,
             "microbatch_size": typed.micro_batch_size,
             "recompute": typed.recompute and recompute_of(args, layers),
             "context_parallel": self._fixed("context_parallel_size"),

@@ -25,6 +25,7 @@ from megatron.fold3d.config.schedule_flags import word_of
 from megatron.fold3d.config.settings import asked
 from megatron.fold3d.config.spelling import flag_of, typed
 from megatron.fold3d.plan.choice import file_of
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.presets import FIELDS
 from megatron.fold3d.predict.cost_model.sizes import Recompute
 
@@ -226,7 +227,7 @@ def _write_out(args: Namespace) -> None:
         args.gradient_accumulation_fusion = False
     if args.recompute_activations and args.recompute_granularity is None:
         args.recompute_granularity = "selective"
-    if isinstance(args.layers, tuple):
+    if isinstance(args.layers, tuple) and args.segments != AUTO:
         stages = args.pipeline_model_parallel_size * (args.segments or 1)
         if len(args.layers) != stages:
             raise ValueError(

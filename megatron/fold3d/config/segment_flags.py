@@ -26,6 +26,10 @@ _VIRTUAL_STAGES = (
 )
 
 
+MEASURES = "it measures the hardware that trains; give --segments N, `fold3d search` tells which"
+"""Why nothing but a training takes ``--segments auto``."""
+
+
 def segments_or_auto(text: str) -> int | str:
     """Read the value of ``--segments``."""
     try:
@@ -45,10 +49,7 @@ def _auto_problems(args: Namespace) -> Iterator[str]:
     if (virtual_stages := virtual_stage_flag(args)) is not None:
         yield f"--segments auto with {virtual_stages}: that is a number; drop one of the two"
     elif args.check is not None:
-        yield (
-            "--segments auto with --check: it measures the hardware that trains; give --segments "
-            "N, `fold3d search` tells which"
-        )
+        yield f"--segments auto with --check: {MEASURES}"
     elif not num_layers(args):
         yield (
             "--segments auto without --num-layers: the checkpoint would tell too late; "
