@@ -77,6 +77,25 @@ def test_flags_from_branches_that_are_not_decided_are_named():
     assert (both.words[-1], both.undecided) == ("4", ())
 
 
-@given(st.text(alphabet="$(){}'\"`\\ \n;&|#<=[]A1-", max_size=40))
-def test_any_text_ends(text: str):
-    script_words(text)
+KEYWORDS = (
+    "if",
+    "then",
+    "elif",
+    "else",
+    "fi",
+    "case",
+    "in",
+    "esac",
+    "for",
+    "do",
+    "done",
+    "[[",
+    "]]",
+)
+
+
+@given(
+    st.lists(st.sampled_from([*"$(){}'\"`\\ \n;&|#<=[]A1-", *(f" {word} " for word in KEYWORDS)]))
+)
+def test_any_text_ends(parts: list[str]):
+    script_words("".join(parts))

@@ -207,7 +207,7 @@ class _Reader:
                     self._if()
                 elif words[0] in ("while", "until", "for", "select"):
                     self._loop(words)
-                elif words[0] == "case":
+                elif words[0] == "case" and words[1:]:
                     self._case(words[1])
                 elif self.reads and words[0] not in _KEYWORDS:
                     self._command(words)
