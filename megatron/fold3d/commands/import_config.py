@@ -97,7 +97,7 @@ _MUST_BE: Mapping[str, tuple[Any, str]] = {
     "use_sliding_window": (False, "false: attention sees the whole sequence"),
     "use_mrope": (False, "false: positions are those of text"),
     "layer_types": (
-        lambda value: not value or set(value) == {"full_attention"},
+        lambda value: all(kind == "full_attention" for kind in value),
         "full_attention for every layer",
     ),
     "router_jitter_noise": (0, "0: Megatron's noise is another"),
@@ -108,10 +108,17 @@ _RULES_OF_GPT_OSS: Mapping[str, tuple[Any, str]] = {
     "attention_bias": (True, "true: all of its linear layers have biases"),
     "swiglu_alpha": (1.702, "1.702, which --quick-geglu has"),
     "layer_types": (
-        lambda value: set(value) <= {"full_attention", "sliding_attention"},
+        lambda value: all(kind in ("full_attention", "sliding_attention") for kind in value),
         "full_attention or sliding_attention for every layer",
     ),
 }
+# What values are, where a rule or a flag counts on it.
+_OBJECTS, _LISTS = {"rope_parameters", "rope_scaling"}, {"layer_types", "mlp_only_layers"}
+_NUMBERS = {"attention_dropout", "aux_loss_alpha", "rms_norm_eps", "router_aux_loss_coef"}
+_NUMBERS |= {"routed_scaling_factor", "swiglu_limit"}
+_WHOLE = {*_SIZES, *_QWEN_EXPERTS, *_LATENT, "decoder_sparse_step", "first_k_dense_replace"}
+_WHOLE |= {"head_dim", "max_position_embeddings", "n_group", "n_shared_experts", "topk_group"}
+_WHOLE |= {"num_key_value_heads", "num_nextn_predict_layers", "sliding_window"}
 _LATENT_EPSILON = 1e-6
 # How Megatron stretches rotary positions, plain and latent: the kind, its fields that are flags,
 # and what it has built in.
@@ -177,6 +184,7 @@ def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:
     Raises:
         ValueError: the family or a field is not known, or a value has no counterpart.
     """
+    config = {name: value for name, value in config.items() if value is not None}
     family = str(config.get("model_type"))
     if family not in _FAMILIES:
         found = f"model_type={family!r}" if family != "None" else "no model_type"
@@ -185,12 +193,14 @@ def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:
     if own is _QWEN_EXPERTS and "num_experts" in config:  # in files, not in `transformers`
         config = {"num_local_experts" if n == "num_experts" else n: config[n] for n in config}
     sizes = {**_SIZES, **own}
+    _check_kinds(config)
     if unknown := [name for name in _unknown(config) if not _is_off(config[name])]:
         raise ValueError(
             f"unknown fields {', '.join(unknown)}: a {family} of Megatron's might differ by them; "
             "drop those that are not used"
         )
-    if missing := [n for n in sizes if config.get(n) is None and n not in _OPTIONAL]:
+    needed = [*sizes, *(["topk_group"] if own is _LATENT and _has_groups(config) else ())]
+    if missing := [n for n in needed if not config.get(n) and n not in _OPTIONAL]:
         raise ValueError(f"lacks {', '.join(missing)}")
     must_be = {**_MUST_BE, **(_rules_of_deepseek(config) if own is _LATENT else {})}
     if family == _GPT_OSS:
@@ -205,6 +215,19 @@ def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:
     always = ("--normalization RMSNorm", *(() if family == _GPT_OSS else _BUT_GPT_OSS))
     words = [*always, *switches, *_flags(config, own)]
     return tuple(word for flag in words for word in flag.split())
+
+
+def _check_kinds(config: Mapping[str, Any]) -> None:
+    for names, kinds, rule in (
+        (_OBJECTS, (dict,), "an object"),
+        (_LISTS, (list,), "a list"),
+        (_WHOLE - _NUMBERS, (int,), "a whole number that is not below zero"),
+        (_NUMBERS, (int, float), "a number that is not below zero"),
+    ):
+        for name in sorted(names & config.keys()):
+            value, is_number = config[name], int in kinds
+            if type(value) not in kinds or (is_number and not value >= 0):
+                raise ValueError(f"found {name}={value!r}; it has to be {rule}")
 
 
 def remarks(config: Mapping[str, Any]) -> Iterator[str]:
@@ -289,7 +312,7 @@ def _rotary(
     """Yield the base of rotary embeddings, and how they are stretched."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = rope.pop("rope_theta", config.get("rope_theta") or 10_000)
-    if base != int(base):
+    if not isinstance(base, int | float) or base % 1 != 0:
         raise ValueError(f"found rope_theta={base}; --rotary-base is a whole number")
     yield f"--rotary-base {int(base)}"
     kind = rope.pop("rope_type", rope.pop("type", "default"))
