@@ -62,6 +62,7 @@ ADDED = {
     "full recomputation": FULL,
     "biases": "",
     "one replica": "",
+    "gradients in fp16": "--fp16",
     "--optimizer that shards whole layers": "--optimizer muon --use-distributed-optimizer",
     "--tensor-model-parallel-size 1 unless ranks share experts": "--tensor-model-parallel-size 1",
     "--fp8-format with --fp8-recipe delayed": "--fp8-format hybrid",

@@ -356,6 +356,8 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "without --use-distributed-optimizer": "only gradients that are summed to shards are "
         "coded; add {}",
         "one replica": "there is nobody to sum gradients with; drop it",
+        "gradients in fp16": "no code is for them; drop it, or add "
+        "--accumulate-allreduce-grads-in-fp32",
         "--num-distributed-optimizer-instances above 1": "shards are summed over instances too, "
         f"and nothing codes that; {_BOTH}",
         "--ddp-reduce-scatter-with-fp32-accumulation": "it sends 16 bits and adds up in 32; "

@@ -237,6 +237,7 @@ _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
     "Megatron-Bridge": lambda args: getattr(args, "of_bridge", False),
     "one replica": lambda args: num_replicas(args) == 1,
     "parameters in fp32": lambda args: not (args.bf16 or args.fp16),
+    "gradients in fp16": lambda args: args.fp16 and not args.accumulate_allreduce_grads_in_fp32,
     "one segment": lambda args: num_segments(args) == 1,
     "several segments": lambda args: args.segments == AUTO or num_segments(args) > 1,
     "half of tied embeddings": _half_replicated_embeddings,

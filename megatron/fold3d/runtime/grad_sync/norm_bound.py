@@ -80,7 +80,8 @@ class NormBound:
         self._reduced_slot = len(chunks)  # follows those of the segments
         num_slots = len(chunks) + 1
         self._first_slot = {ranks: i * num_slots for i, ranks in enumerate(groups)}
-        self._slots = torch.zeros(2, len(groups) * num_slots, dtype=torch.float64, device=device)
+        size = max(1, len(groups)) * num_slots  # of zeros alone where nothing is trained
+        self._slots = torch.zeros(2, size, dtype=torch.float64, device=device)
         self._norms, self._peaks = self._slots
         in_fp32 = chunks[0].ddp_config.grad_reduce_in_fp32
         self._in_fp16 = get_model_config(chunks[0]).fp16 and not in_fp32
