@@ -91,7 +91,7 @@ def arms(
     said = described(words)
     mine, remarks = yours(said, hardware)
     batch = said.args.global_batch_size
-    fixed, codes = said.given(hardware), codes_of(said.args)
+    fixed, codes = said.given(hardware), codes_of(said.args, hardware)
     free = search(said.model(), hardware, global_batch_size=batch, given=fixed, codes=codes)
     notes = [*remarks, *(gains_over_yours(free, mine) if mine else ())]
     stock, anywhere = mine.same_layout if mine else None, free.best_stock

@@ -104,6 +104,10 @@ def test_gpus_without_bf16_are_told_to_train_in_fp16(fold3d):
     fp16 = fold3d(f"{line} v100x8")[1]
     assert "--fp16 --accumulate-allreduce-grads-in-fp32" in fp16
     assert "--bf16" not in fp16
+    sizes = "--tp 8 --pp 1 --segments 1 --grad-reduce-in-bf16"
+    small = fold3d(f"{line} v100x16-25g {sizes}")[1]
+    assert "--delta-param-gather" in small
+    assert "--coded-grad-reduce" not in small  # no code is for gradients in fp16
 
 
 def test_a_typed_size_of_the_model_is_among_the_flags_to_append_to_a_script(fold3d, tmp_path: Path):

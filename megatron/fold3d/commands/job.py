@@ -254,14 +254,15 @@ def _is_unfused(args: Namespace) -> bool:
     return bool(args.bf16 and not args.gradient_accumulation_fusion)
 
 
-def codes_of(args: Namespace) -> Codes:
+def codes_of(args: Namespace, cluster: Cluster) -> Codes:
     """Return what a training may code: what its flags do not rule out.
 
-    The optimizer rules nothing out, since a search chooses it.
+    The optimizer rules nothing out, since a search chooses it. GPUs without bf16 train in fp16.
     """
     names = "delta_param_gather", "coded_grad_reduce"
     asked = {name: getattr(args, name) or "auto" for name in names}
-    sharded = Namespace(**vars(args) | asked | {"use_distributed_optimizer": True})
+    chosen = {"use_distributed_optimizer": True, "fp16": args.fp16 or not cluster.has_bf16}
+    sharded = Namespace(**vars(args) | asked | chosen)
     gathers, sums = (coded(sharded, name) != "off" for name in names)
     return Codes(_gathered_bits(args) if gathers else 0.0, sums, _is_unfused(args))
 

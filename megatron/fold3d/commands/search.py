@@ -82,7 +82,7 @@ def run(args: Namespace) -> int:
         top=args.top,
         given=described.given(cluster),
         assumed=args.assume,
-        codes=codes_of(described.args),
+        codes=codes_of(described.args, cluster),
         progress=Progress(),
     )
     own, notes = yours(described, cluster) if described.is_job else (None, ())

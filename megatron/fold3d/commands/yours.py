@@ -81,7 +81,7 @@ def yours(user: Described, cluster: Cluster) -> tuple[Yours | None, tuple[str, .
         run = settled.candidate
         flags = replace(run.job, order=None) if run.is_stock else None
         found = judged(shape, cluster, replace(run, flags=flags))
-        coded = next(with_codes(replace(run, flags=flags), codes_of(own.args)), None)
+        coded = next(with_codes(replace(run, flags=flags), codes_of(own.args, cluster)), None)
         if coded is not None and coded.setup == run.setup:
             coded = None
         faster = None if coded is None else judged(shape, cluster, coded)
