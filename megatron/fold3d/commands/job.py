@@ -64,12 +64,11 @@ def run_of(
         choice = replace(choice, order=stock_schedule(config.num_segments))
     if choice.group == config.num_ranks:  # as without it
         choice = replace(choice, group=None)
-    of_all = args.micro_batch_size * args.data_parallel_size
     candidate = Candidate(
         choice=choice,
         setup=setup_of(args, args.data_parallel_size, cluster),
         num_ranks=config.num_ranks,
-        num_microbatches=args.global_batch_size // of_all,
+        num_microbatches=num_microbatches(args, args.data_parallel_size),
         layers=stage_layers(args) if args.num_layers else (),
         recompute_layers=config.recompute_layers or (),
         offload=config.offload_activations != "off",
