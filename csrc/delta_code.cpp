@@ -38,25 +38,6 @@ struct Bits {
   uint32_t num_words() const { return ((end - begin) * 8 + filled + 31) / 32; }
 };
 
-int best_parameter(const uint16_t* now, const uint16_t* old, int64_t count, int mantissa) {
-  const int64_t stride = sample_stride(count);
-  double sum = 0;
-  for (int64_t i = 0; i < count; i += stride)
-    sum += std::ldexp(folded(now[i], old[i]), exponent_of(old[i], mantissa));
-  const int guess = parameter_for(sum * stride / count);
-  int best = guess;
-  int64_t fewest = INT64_MAX;
-  for (int parameter = guess - kNear; parameter <= guess + kNear; ++parameter) {
-    int64_t bits = 0;
-    for (int64_t i = 0; i < count; i += stride) {
-      const Code code = code_of(now[i], old[i], mantissa, parameter);
-      bits += code.ones + 1 + code.low_bits;
-    }
-    if (bits < fewest) fewest = bits, best = parameter;
-  }
-  return best;
-}
-
 FOLD3D_BOTH uint64_t bit_if(bool is, int place) { return static_cast<uint64_t>(is) << (place & 63); }
 
 /// Writes the codes of a block behind the first `used` words of a message, if `capacity` words hold
@@ -141,61 +122,57 @@ FOLD3D_BOTH void take_block(int size, const uint32_t* part, uint32_t num_ones, L
   }
 }
 
-/// Writes one half of the values of a block, of which each has `halves`; returns as `put_block`.
-template <class Half>
-FOLD3D_BOTH int64_t put_half(const uint16_t* values, int halves, int size, uint32_t* entry, uint32_t* message,
-                             int64_t used, int64_t capacity) {
-  uint16_t own[kBlock];
+/// Writes one code of the values of a block, which are each `step` behind the other; returns as
+/// `put_block`.
+template <class Kind>
+FOLD3D_BOTH int64_t put_values(Kind kind, const uint16_t* now, const uint16_t* old, int step, int size, uint32_t* entry,
+                               uint32_t* message, int64_t used, int64_t capacity) {
+  uint16_t copied[kBlock];
   uint32_t sum = 0, num = 0;
-  for (int i = 0; i < size; ++i) {
-    own[i] = values[i * halves];
-    const uint32_t measured = Half::measured(own[i]);
+  for (int i = 0; step > 1 && i < size; ++i) copied[i] = now[i * step];
+  const uint16_t* const own = step > 1 ? copied : now;
+  for (int i = 0; i < size; i += kSampled) {
+    const uint32_t measured = kind.measured(own[i], old[i]);
     sum += measured;
-    num += Half::counts(measured);
+    num += kind.counts(measured);
   }
-  const int base = Half::base_of(sum, num);
-  const auto code = [&own, base](int i) { return Half::code_of(own[i], base); };
+  const int base = kind.base_of(sum, num);
+  const auto code = [=](int i) { return kind.code_of(own[i], old[i], base); };
   return put_block(size, code, base, entry, message, used, capacity);
 }
 
-/// Reads what `put_half` has written.
-template <class Half>
-FOLD3D_BOTH void take_half(uint16_t* values, int halves, int size, const uint32_t* entry, const uint32_t* message) {
+/// Reads what `put_values` has written.
+template <class Kind>
+FOLD3D_BOTH void take_values(Kind kind, uint16_t* values, int step, int size, const uint32_t* entry,
+                             const uint32_t* message) {
   const int base = entry[1] >> kBaseAt;
   take_block(
       size, message + entry[0], entry[1] & ((1 << kBaseAt) - 1),
-      [=](int, uint16_t ones) { return Half::low_bits_of(ones, base); },
-      [=](int i, Code code) { values[i * halves] = Half::half_of(code, base); });
+      [=](int i, uint16_t ones) { return kind.low_bits_of(ones, values[i * step], base); },
+      [=](int i, Code code) { values[i * step] = kind.value_of(code, values[i * step], base); });
 }
 
 }  // namespace
 
-/// Writes the message that turns `old` into `now`, as far as `capacity` words hold it. Its second
-/// word is the words that it needs.
-extern "C" CLONED void fold3d_delta_encode(const uint16_t* now, const uint16_t* old, int64_t count,
-                                           int mantissa, uint32_t* message, int64_t capacity) {
-  const int parameter = best_parameter(now, old, count, mantissa);
+/// Writes the message that turns `old` into `now`, as far as `capacity` words hold it. Its first word is
+/// the words that it needs.
+extern "C" CLONED void fold3d_delta_encode(const uint16_t* now, const uint16_t* old, int mantissa, int64_t count,
+                                           uint32_t* message, int64_t capacity) {
   int64_t used = kHeader + 2 * num_blocks(count);
   for (int64_t block = 0; block < num_blocks(count); ++block) {
     const int64_t first = block * kBlock;
-    const auto code = [=](int i) { return code_of(now[first + i], old[first + i], mantissa, parameter); };
-    used += put_block(size_of(block, count), code, 0, message + kHeader + 2 * block, message, used, capacity);
+    uint32_t* const entry = message + kHeader + 2 * block;
+    used += put_values(Change{mantissa}, now + first, old + first, 1, size_of(block, count), entry, message, used,
+                       capacity);
   }
-  message[0] = static_cast<uint32_t>(parameter);
-  message[1] = static_cast<uint32_t>(used);
+  message[0] = static_cast<uint32_t>(used);
 }
 
 /// Replaces `values`, the old ones, by the new ones; reads up to 8 bytes behind the message.
-extern "C" CLONED void fold3d_delta_decode(const uint32_t* message, uint16_t* values, int64_t count,
-                                           int mantissa) {
-  const int parameter = static_cast<int>(message[0]);
+extern "C" CLONED void fold3d_delta_decode(const uint32_t* message, uint16_t* values, int mantissa, int64_t count) {
   for (int64_t block = 0; block < num_blocks(count); ++block) {
     const uint32_t* const entry = message + kHeader + 2 * block;
-    uint16_t* const old = values + block * kBlock;
-    take_block(
-        size_of(block, count), message + entry[0], entry[1],
-        [=](int i, uint16_t ones) { return low_bits_of(ones, old[i], mantissa, parameter); },
-        [=](int i, Code code) { old[i] = value_of(code, old[i]); });
+    take_values(Change{mantissa}, values + block * kBlock, 1, size_of(block, count), entry, message);
   }
 }
 
@@ -204,14 +181,13 @@ extern "C" CLONED void fold3d_gradient_encode(const uint16_t* values, int halves
                                               int64_t capacity) {
   int64_t used = kHeader + 2 * halves * num_blocks(count);
   for (int64_t block = 0; block < num_blocks(count); ++block) {
-    const uint16_t* const first = values + block * kBlock * halves;
+    const uint16_t *const first = values + block * kBlock * halves, *const upper = first + halves - 1;
     uint32_t* const entry = message + kHeader + 2 * halves * block;
     const int size = size_of(block, count);
-    used += put_half<Upper>(first + halves - 1, halves, size, entry, message, used, capacity);
-    if (halves == 2) used += put_half<Lower>(first, halves, size, entry + 2, message, used, capacity);
+    used += put_values(Upper{}, upper, upper, halves, size, entry, message, used, capacity);
+    if (halves == 2) used += put_values(Lower{}, first, first, 2, size, entry + 2, message, used, capacity);
   }
-  message[0] = 0;
-  message[1] = static_cast<uint32_t>(used);
+  message[0] = static_cast<uint32_t>(used);
 }
 
 /// Writes gradients; reads up to 8 bytes behind the message.
@@ -220,8 +196,8 @@ extern "C" CLONED void fold3d_gradient_decode(const uint32_t* message, uint16_t*
     uint16_t* const first = values + block * kBlock * halves;
     const uint32_t* const entry = message + kHeader + 2 * halves * block;
     const int size = size_of(block, count);
-    take_half<Upper>(first + halves - 1, halves, size, entry, message);
-    if (halves == 2) take_half<Lower>(first, halves, size, entry + 2, message);
+    take_values(Upper{}, first + halves - 1, halves, size, entry, message);
+    if (halves == 2) take_values(Lower{}, first, 2, size, entry + 2, message);
   }
 }
 

@@ -49,42 +49,6 @@ __device__ uint32_t bits_at(const uint32_t* words, unsigned at, unsigned count) 
   return static_cast<uint32_t>(both >> (at % 32)) & ((1u << count) - 1);
 }
 
-// One block of threads chooses the parameter from a sample, and counts the words used so far.
-__global__ void begin(const uint16_t* now, const uint16_t* old, int64_t count, int mantissa,
-                      uint32_t* message, uint32_t used) {
-  __shared__ double steps[kThreads];
-  __shared__ int guess;
-  const int64_t stride = sample_stride(count);
-  const int64_t num = (count + stride - 1) / stride;
-  double sum = 0;
-  for (int64_t i = threadIdx.x; i < num; i += kThreads)
-    sum += ldexp(static_cast<double>(folded(now[i * stride], old[i * stride])),
-                 exponent_of(old[i * stride], mantissa));
-  steps[threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    sum = 0;
-    for (int i = 0; i < kThreads; ++i) sum += steps[i];
-    guess = parameter_for(sum / num);
-  }
-  __syncthreads();
-  int best = guess;
-  unsigned fewest = ~0u;
-  for (int parameter = guess - kNear; parameter <= guess + kNear; ++parameter) {
-    unsigned bits = 0, all;
-    for (int64_t i = threadIdx.x; i < num; i += kThreads) {
-      const Code code = code_of(now[i * stride], old[i * stride], mantissa, parameter);
-      bits += code.ones + 1 + code.low_bits;
-    }
-    sum_before(bits, all);
-    if (all < fewest) fewest = all, best = parameter;
-  }
-  if (threadIdx.x == 0) {
-    message[0] = static_cast<uint32_t>(best);
-    message[1] = used;
-  }
-}
-
 // The threads write the codes of a block of `size` values, each those of its own ones, of which there
 // are `num`.
 __device__ void put_block(const Code* codes, int num, int size, int base, uint32_t* entry, uint32_t* message,
@@ -101,7 +65,7 @@ __device__ void put_block(const Code* codes, int num, int size, int base, uint32
   const unsigned num_words = num_ones + (low_bits + 31) / 32;
   // Zeros are written into ones, and ones into zeros.
   for (unsigned i = threadIdx.x; i < num_words; i += kThreads) words[i] = i < num_ones ? ~0u : 0;
-  if (threadIdx.x == 0) first_word = atomicAdd(message + 1, num_words);
+  if (threadIdx.x == 0) first_word = atomicAdd(message, num_words);
   __syncthreads();
   for (int i = 0; i < num; ++i) {
     ones_at += codes[i].ones + 1;
@@ -158,69 +122,43 @@ __device__ int num_of(int64_t block, int64_t count) {
   return left < 0 ? 0 : left < kEach ? static_cast<int>(left) : kEach;
 }
 
-__global__ void encode(const uint16_t* now, const uint16_t* old, int64_t count, int mantissa,
+__global__ void begin(uint32_t* message, uint32_t used) {
+  if (threadIdx.x == 0) message[0] = used;
+}
+
+// One code of each value, which are `step` behind the other: `table` has its first block's entry.
+template <class Kind>
+__global__ void encode(Kind kind, const uint16_t* now, const uint16_t* old, int step, int64_t count, uint32_t* table,
                        uint32_t* message, int64_t capacity) {
-  const int parameter = static_cast<int>(message[0]);
   for (int64_t block = blockIdx.x; block * kBlock < count; block += gridDim.x) {
-    const int64_t first = first_of(block);
-    const int num = num_of(block, count);
-    Code codes[kEach];
-    for (int i = 0; i < num; ++i) codes[i] = code_of(now[first + i], old[first + i], mantissa, parameter);
-    put_block(codes, num, size_of(block, count), 0, message + kHeader + 2 * block, message, capacity);
-  }
-}
-
-__global__ void decode(const uint32_t* message, uint16_t* values, int64_t count, int mantissa) {
-  const int parameter = static_cast<int>(message[0]);
-  for (int64_t block = blockIdx.x; block * kBlock < count; block += gridDim.x) {
-    const uint32_t* const entry = message + kHeader + 2 * block;
-    uint16_t* const own = values + first_of(block);
-    take_block(
-        num_of(block, count), message + entry[0], entry[1],
-        [=](int i, uint16_t ones) { return low_bits_of(ones, own[i], mantissa, parameter); },
-        [=](int i, Code code) { own[i] = value_of(code, own[i]); });
-  }
-}
-
-__global__ void begin_gradients(uint32_t* message, uint32_t used) {
-  if (threadIdx.x) return;
-  message[0] = 0;
-  message[1] = used;
-}
-
-// One half of each value, of which it has `halves`: `values` is the first one, `table` its block's entry.
-template <class Half>
-__global__ void encode_halves(const uint16_t* values, int halves, int64_t count, uint32_t* table,
-                              uint32_t* message, int64_t capacity) {
-  for (int64_t block = blockIdx.x; block * kBlock < count; block += gridDim.x) {
-    const uint16_t* const own = values + first_of(block) * halves;
+    const uint16_t *const own = now + first_of(block) * step, *const before = old + first_of(block);
     const int num = num_of(block, count);
     unsigned sum = 0, counted = 0, all, num_all;
-    for (int i = 0; i < num; ++i) {
-      const uint32_t measured = Half::measured(own[i * halves]);
+    for (int i = 0; i < num; i += kSampled) {  // of which kEach is a multiple
+      const uint32_t measured = kind.measured(own[i * step], before[i]);
       sum += measured;
-      counted += Half::counts(measured);
+      counted += kind.counts(measured);
     }
     sum_before(sum, all);
     sum_before(counted, num_all);
-    const int base = Half::base_of(all, num_all);
+    const int base = kind.base_of(all, num_all);
     Code codes[kEach];
-    for (int i = 0; i < num; ++i) codes[i] = Half::code_of(own[i * halves], base);
-    put_block(codes, num, size_of(block, count), base, table + 2 * halves * block, message, capacity);
+    for (int i = 0; i < num; ++i) codes[i] = kind.code_of(own[i * step], before[i], base);
+    put_block(codes, num, size_of(block, count), base, table + 2 * step * block, message, capacity);
   }
 }
 
-template <class Half>
-__global__ void decode_halves(const uint32_t* message, const uint32_t* table, uint16_t* values, int halves,
-                              int64_t count) {
+template <class Kind>
+__global__ void decode(Kind kind, const uint32_t* message, const uint32_t* table, uint16_t* values, int step,
+                       int64_t count) {
   for (int64_t block = blockIdx.x; block * kBlock < count; block += gridDim.x) {
-    const uint32_t* const entry = table + 2 * halves * block;
-    uint16_t* const own = values + first_of(block) * halves;
+    const uint32_t* const entry = table + 2 * step * block;
+    uint16_t* const own = values + first_of(block) * step;
     const int base = static_cast<int>(entry[1] >> kBaseAt);
     take_block(
         num_of(block, count), message + entry[0], entry[1] & ((1u << kBaseAt) - 1),
-        [=](int, uint16_t ones) { return Half::low_bits_of(ones, base); },
-        [=](int i, Code code) { own[i * halves] = Half::half_of(code, base); });
+        [=](int i, uint16_t ones) { return kind.low_bits_of(ones, own[i * step], base); },
+        [=](int i, Code code) { own[i * step] = kind.value_of(code, own[i * step], base); });
   }
 }
 
@@ -239,29 +177,31 @@ __global__ void hash(const uint16_t* values, int64_t count, unsigned long long* 
 }  // namespace
 
 // As the functions of these names in delta_code.cpp, in order on `stream`; all memory is the GPU's.
-extern "C" int fold3d_delta_encode(const uint16_t* now, const uint16_t* old, int64_t count, int mantissa,
+extern "C" int fold3d_delta_encode(const uint16_t* now, const uint16_t* old, int mantissa, int64_t count,
                                    uint32_t* message, int64_t capacity, cudaStream_t stream) {
   const int64_t blocks = num_blocks(count);
-  LAUNCH(begin, 1, stream)(now, old, count, mantissa, message,
-                                    static_cast<uint32_t>(kHeader + 2 * blocks));
-  LAUNCH(encode, grid_of(blocks), stream)(now, old, count, mantissa, message, capacity);
+  uint32_t* const table = message + kHeader;
+  LAUNCH(begin, 1, stream)(message, static_cast<uint32_t>(kHeader + 2 * blocks));
+  LAUNCH(encode<Change>, grid_of(blocks), stream)(Change{mantissa}, now, old, 1, count, table, message, capacity);
   return cudaGetLastError();
 }
 
-extern "C" int fold3d_delta_decode(const uint32_t* message, uint16_t* values, int64_t count, int mantissa,
+extern "C" int fold3d_delta_decode(const uint32_t* message, uint16_t* values, int mantissa, int64_t count,
                                    cudaStream_t stream) {
-  LAUNCH(decode, grid_of(num_blocks(count)), stream)(message, values, count, mantissa);
+  const unsigned grid = grid_of(num_blocks(count));
+  LAUNCH(decode<Change>, grid, stream)(Change{mantissa}, message, message + kHeader, values, 1, count);
   return cudaGetLastError();
 }
 
 extern "C" int fold3d_gradient_encode(const uint16_t* values, int halves, int64_t count, uint32_t* message,
                                       int64_t capacity, cudaStream_t stream) {
   const int64_t blocks = num_blocks(count);
+  const unsigned grid = grid_of(blocks);
+  const uint16_t* const upper = values + halves - 1;
   uint32_t* const table = message + kHeader;
-  LAUNCH(begin_gradients, 1, stream)(message, static_cast<uint32_t>(kHeader + 2 * halves * blocks));
-  LAUNCH(encode_halves<Upper>, grid_of(blocks), stream)(values + halves - 1, halves, count, table, message, capacity);
-  if (halves == 2)
-    LAUNCH(encode_halves<Lower>, grid_of(blocks), stream)(values, halves, count, table + 2, message, capacity);
+  LAUNCH(begin, 1, stream)(message, static_cast<uint32_t>(kHeader + 2 * halves * blocks));
+  LAUNCH(encode<Upper>, grid, stream)(Upper{}, upper, upper, halves, count, table, message, capacity);
+  if (halves == 2) LAUNCH(encode<Lower>, grid, stream)(Lower{}, values, values, 2, count, table + 2, message, capacity);
   return cudaGetLastError();
 }
 
@@ -269,8 +209,8 @@ extern "C" int fold3d_gradient_decode(const uint32_t* message, uint16_t* values,
                                       cudaStream_t stream) {
   const unsigned grid = grid_of(num_blocks(count));
   const uint32_t* const table = message + kHeader;
-  LAUNCH(decode_halves<Upper>, grid, stream)(message, table, values + halves - 1, halves, count);
-  if (halves == 2) LAUNCH(decode_halves<Lower>, grid, stream)(message, table + 2, values, halves, count);
+  LAUNCH(decode<Upper>, grid, stream)(Upper{}, message, table, values + halves - 1, halves, count);
+  if (halves == 2) LAUNCH(decode<Lower>, grid, stream)(Lower{}, message, table + 2, values, 2, count);
   return cudaGetLastError();
 }
 

@@ -66,8 +66,8 @@ auto launched(Kernel kernel, unsigned grid) {
 
 using Values = std::vector<uint16_t>;
 extern "C" {
-void fold3d_delta_encode(const uint16_t*, const uint16_t*, int64_t, int, uint32_t*, int64_t);
-void fold3d_delta_decode(const uint32_t*, uint16_t*, int64_t, int);
+void fold3d_delta_encode(const uint16_t*, const uint16_t*, int, int64_t, uint32_t*, int64_t);
+void fold3d_delta_decode(const uint32_t*, uint16_t*, int, int64_t);
 void fold3d_delta_hash(const uint16_t*, int64_t, uint64_t*);
 void fold3d_gradient_encode(const uint16_t*, int, int64_t, uint32_t*, int64_t);
 void fold3d_gradient_decode(const uint32_t*, uint16_t*, int, int64_t);
@@ -93,29 +93,59 @@ std::pair<Values, Values> stepped(size_t count, unsigned seed) {
   return {old, now};
 }
 
+/// Decodes by each what the other encodes; returns the bits of a value.
+double coded(const Values& now, const Values& old, int mantissa) {
+  const auto n = static_cast<int64_t>(now.size());
+  std::vector<uint32_t> ours(n + 64), gpus(n + 64);
+  fold3d_delta_encode(now.data(), old.data(), mantissa, n, ours.data(), n + 60);
+  gpu_encode(now.data(), old.data(), mantissa, n, gpus.data(), n + 60, nullptr);
+  CHECK(ours[0] == gpus[0]);
+  Values by_cpu = old, by_gpu = old;
+  fold3d_delta_decode(gpus.data(), by_cpu.data(), mantissa, n);
+  gpu_decode(ours.data(), by_gpu.data(), mantissa, n, nullptr);
+  CHECK(by_cpu == now);
+  CHECK(by_gpu == now);
+  return 32. * ours[0] / n;
+}
+
+/// The same of gradients with so many halves.
+double coded_gradients(const Values& values, int halves) {
+  const auto n = static_cast<int64_t>(values.size()) / halves;
+  std::vector<uint32_t> ours(values.size() + 64), gpus(values.size() + 64);
+  fold3d_gradient_encode(values.data(), halves, n, ours.data(), ours.size());
+  gpu_encode_gradients(values.data(), halves, n, gpus.data(), gpus.size(), nullptr);
+  CHECK(ours[0] == gpus[0]);
+  Values by_cpu(values.size(), 1), by_gpu = by_cpu;
+  fold3d_gradient_decode(gpus.data(), by_cpu.data(), halves, n);
+  gpu_decode_gradients(ours.data(), by_gpu.data(), halves, n, nullptr);
+  CHECK(by_cpu == values);
+  CHECK(by_gpu == values);
+  return 32. * ours[0] / n;
+}
+
 void each_decodes_what_the_other_writes() {
   for (const size_t count : {1, 7, 4096, 4097, 3 * 4096 + 123}) {
-    for (const int mantissa : {7, 10}) {
-      const auto [old, now] = stepped(count, static_cast<unsigned>(count));
-      const int64_t capacity = static_cast<int64_t>(count) + 64;
-      std::vector<uint32_t> ours(capacity + 4), gpus(capacity + 4);
-      const auto n = static_cast<int64_t>(count);
-      fold3d_delta_encode(now.data(), old.data(), n, mantissa, ours.data(), capacity);
-      gpu_encode(now.data(), old.data(), n, mantissa, gpus.data(), capacity, nullptr);
-      CHECK(ours[0] == gpus[0]);  // the parameter
-      CHECK(ours[1] == gpus[1]);  // the size
-      CHECK(ours[1] <= capacity);
-      Values by_cpu = old, by_gpu = old;
-      fold3d_delta_decode(gpus.data(), by_cpu.data(), n, mantissa);
-      gpu_decode(ours.data(), by_gpu.data(), n, mantissa, nullptr);
-      CHECK(by_cpu == now);
-      CHECK(by_gpu == now);
-      uint64_t hash = 0;
-      unsigned long long gpus_hash = 0;
-      fold3d_delta_hash(now.data(), n, &hash);
-      gpu_hash(now.data(), n, &gpus_hash, nullptr);
-      CHECK(hash == gpus_hash);
+    const auto [old, now] = stepped(count, static_cast<unsigned>(count));
+    for (const int mantissa : {7, 10}) coded(now, old, mantissa);
+    uint64_t hash = 0;
+    unsigned long long gpus_hash = 0;
+    fold3d_delta_hash(now.data(), count, &hash);
+    gpu_hash(now.data(), count, &gpus_hash, nullptr);
+    CHECK(hash == gpus_hash);
+  }
+}
+
+void parameters_are_decoded_from_fewer_bits() {
+  std::mt19937 random(6);
+  std::normal_distribution<float> weight(0, 0.02f), normal(0, 1);
+  for (const auto& [step, most] : {std::pair{0.f, 1.1}, {1e-5f, 1.7}, {3e-5f, 2.7}, {1e-4f, 4.2}, {3e-3f, 8.9}}) {
+    Values old(50000), now(50000);
+    for (size_t i = 0; i < old.size(); ++i) {
+      const float value = weight(random);
+      old[i] = rounded(value);
+      now[i] = rounded(value + step * normal(random));
     }
+    CHECK(coded(now, old, 7) < most);
   }
 }
 
@@ -127,25 +157,10 @@ void every_old_value_leads_to_every_kind_of_new_one() {
     for (size_t i = 0; i < old.size(); ++i) now[i] = static_cast<uint16_t>(old[i] + step);
     const auto n = static_cast<int64_t>(old.size());
     std::vector<uint32_t> message(n + 4);
-    fold3d_delta_encode(now.data(), old.data(), n, 7, message.data(), n);
-    fold3d_delta_decode(message.data(), decoded.data(), n, 7);
+    fold3d_delta_encode(now.data(), old.data(), 7, n, message.data(), n);
+    fold3d_delta_decode(message.data(), decoded.data(), 7, n);
     CHECK(decoded == now);
   }
-}
-
-/// Decodes by each what the other encodes; returns the bits of a gradient, which has `halves`.
-double coded_gradients(const Values& values, int halves) {
-  const auto n = static_cast<int64_t>(values.size()) / halves;
-  std::vector<uint32_t> ours(values.size() + 64), gpus(values.size() + 64);
-  fold3d_gradient_encode(values.data(), halves, n, ours.data(), ours.size());
-  gpu_encode_gradients(values.data(), halves, n, gpus.data(), gpus.size(), nullptr);
-  CHECK(ours[1] == gpus[1]);
-  Values by_cpu(values.size(), 1), by_gpu = by_cpu;
-  fold3d_gradient_decode(gpus.data(), by_cpu.data(), halves, n);
-  gpu_decode_gradients(ours.data(), by_gpu.data(), halves, n, nullptr);
-  CHECK(by_cpu == values);
-  CHECK(by_gpu == values);
-  return 32. * ours[1] / n;
 }
 
 /// The halves of values in fp32, each the sum of `num` of bf16; 0: of more bits than a sum has.
@@ -191,9 +206,9 @@ void every_gradient_is_decoded() {
 void a_message_that_does_not_fit_tells_its_size_and_writes_nothing_behind() {
   const auto [old, now] = stepped(9000, 3);
   std::vector<uint32_t> whole(9000), cut(100, 0xABCDABCD);
-  fold3d_delta_encode(now.data(), old.data(), 9000, 7, whole.data(), 9000);
-  fold3d_delta_encode(now.data(), old.data(), 9000, 7, cut.data(), 50);
-  CHECK(cut[1] == whole[1]);
+  fold3d_delta_encode(now.data(), old.data(), 7, 9000, whole.data(), 9000);
+  fold3d_delta_encode(now.data(), old.data(), 7, 9000, cut.data(), 50);
+  CHECK(cut[0] == whole[0]);
   for (size_t i = 50; i < cut.size(); ++i) CHECK(cut[i] == 0xABCDABCD);
 }
 
@@ -216,6 +231,7 @@ void a_flipped_bit_and_exchanged_values_change_the_checksum() {
 
 int main() {
   RUN(each_decodes_what_the_other_writes);
+  RUN(parameters_are_decoded_from_fewer_bits);
   RUN(every_old_value_leads_to_every_kind_of_new_one);
   RUN(gradients_are_decoded_from_fewer_bits);
   RUN(every_gradient_is_decoded);

@@ -49,7 +49,7 @@ def main() -> int:
             best = list(map(min, best, times))
             is_exact &= torch.equal(values.view(torch.int16), new.view(torch.int16))
         rates = "  ".join(f"{new.nbytes / s / 1e9:11.2f}" for s in best)
-        print(f"{rate:13.0e}  {32 * int(message[1]) / len(new):4.2f}  {rates}")
+        print(f"{rate:13.0e}  {32 * int(message[0]) / len(new):4.2f}  {rates}")
     print("gradients      bits  encode GB/s  decode GB/s")
     micro_batches = (1e-4 * torch.randn(8, len(weight) // 4, device=device)).bfloat16()
     usual = 1e-4 * weight
@@ -68,7 +68,7 @@ def main() -> int:
             best = list(map(min, best, times))
             is_exact &= torch.equal(values, gradients)
         rates = "  ".join(f"{gradients.nbytes / s / 1e9:11.2f}" for s in best)
-        print(f"{name:>13}  {32 * int(message[1]) / len(gradients):4.1f}  {rates}")
+        print(f"{name:>13}  {32 * int(message[0]) / len(gradients):4.1f}  {rates}")
     print("exact" if is_exact else "NOT EXACT")
     return not is_exact
 

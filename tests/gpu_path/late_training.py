@@ -118,10 +118,10 @@ def _queued_kernels(device: LateDevice) -> Callable[..., None]:
     """
     call = delta_code._call
 
-    def queued(name: str, *arguments: torch.Tensor | int, on: torch.device) -> None:
+    def queued(name: str, *arguments: torch.Tensor | int) -> None:
         if device.runs_at_once:
             device.current_stream().finish()
-            call(name, *arguments, on=on)
+            call(name, *arguments)
             return
         tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
         found = [
@@ -129,7 +129,7 @@ def _queued_kernels(device: LateDevice) -> Callable[..., None]:
             for value in arguments
         ]
         device.queue_operator(
-            lambda: call(name, *(find() for find in found), on=on),
+            lambda: call(name, *(find() for find in found)),
             name,
             reads=tensors,
             writes=tensors[-1:],

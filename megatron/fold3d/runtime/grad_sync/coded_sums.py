@@ -202,7 +202,7 @@ class CodedSums:
             decode_gradients(message, torch.empty_like(shard))
 
         coding_s = (replicas - 1) * _seconds(coded, device)
-        needed = max(gathered(int(message[1]), group))
+        needed = max(gathered(int(message[0]), group))
         share = _coded_bytes(replicas, needed) / gradients.nbytes
         whole = torch.zeros(min(gradients.numel(), _TIMED), device=device)
         whole = whole[: whole.numel() // replicas * replicas]
@@ -254,8 +254,8 @@ class _Sum:
         ):
             if rank != here:
                 encode_gradients(shard, message[replicas : replicas + room])
-        self._sent[here, replicas + 1] = 0  # nothing is sent to itself
-        self._sent[:, :replicas] = self._sent[:, replicas + 1]
+        self._sent[here, replicas] = 0  # nothing is sent to itself
+        self._sent[:, :replicas] = self._sent[:, replicas]
         self.all_to_all_handle: Any = dist.all_to_all_single(
             self._received, self._sent, group=group, async_op=True
         )

@@ -14,7 +14,7 @@ import torch
 from megatron.fold3d.config.gpu_settings import DELTA_LIBRARIES
 
 MANTISSAS = {torch.bfloat16: 7, torch.float16: 10}
-"""The bits of a mantissa, for each dtype that can be coded."""
+"""The bits of a mantissa, for each dtype of parameters that can be coded."""
 WORD = 4  # bytes
 SPARE_WORDS = 2  # what a decoder may read behind a message
 WORTH = 2
@@ -30,12 +30,11 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         old: the same, of what the receivers hold.
 
     Returns:
-        int32 words on the same device, as many as ``new`` has bytes for. The second one is how many
+        int32 words on the same device, as many as ``new`` has bytes for. The first one is how many
         words the message takes; it is complete only if these are no more.
     """
     message = torch.empty(new.nbytes // WORD + 8, dtype=torch.int32, device=new.device)
-    mantissa = MANTISSAS[new.dtype]
-    _call("delta_encode", new, old, new.numel(), mantissa, message, message.numel(), on=new.device)
+    _call("delta_encode", new, old, MANTISSAS[new.dtype], new.numel(), message, message.numel())
     return message
 
 
@@ -46,9 +45,7 @@ def decode(message: torch.Tensor, values: torch.Tensor) -> None:
         message: int32 words of `encode`, with `SPARE_WORDS` of memory behind them.
         values: what `encode` had as ``old``.
     """
-    _call(
-        "delta_decode", message, values, values.numel(), MANTISSAS[values.dtype], on=values.device
-    )
+    _call("delta_decode", message, values, MANTISSAS[values.dtype], values.numel())
 
 
 def encode_gradients(values: torch.Tensor, message: torch.Tensor) -> None:
@@ -56,11 +53,10 @@ def encode_gradients(values: torch.Tensor, message: torch.Tensor) -> None:
 
     Args:
         values: contiguous ``[num_values]`` in bf16 or fp32.
-        message: int32 words, with room for the table of blocks. The second one becomes how many
+        message: int32 words, with room for the table of blocks. The first one becomes how many
             words are needed; the message is complete only if it has as many.
     """
-    count, halves = values.numel(), _halves(values)
-    _call("gradient_encode", values, halves, count, message, message.numel(), on=values.device)
+    _call("gradient_encode", values, _halves(values), values.numel(), message, message.numel())
 
 
 def decode_gradients(message: torch.Tensor, values: torch.Tensor) -> None:
@@ -70,12 +66,12 @@ def decode_gradients(message: torch.Tensor, values: torch.Tensor) -> None:
         message: of `encode_gradients`, with `SPARE_WORDS` of memory behind it.
         values: contiguous ``[num_values]`` in the same dtype.
     """
-    _call("gradient_decode", message, values, _halves(values), values.numel(), on=values.device)
+    _call("gradient_decode", message, values, _halves(values), values.numel())
 
 
 def table_words(values: torch.Tensor) -> int:
     """Return the words of a message of gradients ``[num_values]`` before its codes."""
-    return 2 + 2 * _halves(values) * -(-values.numel() // _BLOCK)
+    return 1 + 2 * _halves(values) * -(-values.numel() // _BLOCK)
 
 
 def _halves(values: torch.Tensor) -> int:
@@ -90,19 +86,17 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
         values: contiguous ``[num_values]`` of a dtype in `MANTISSAS`.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    _call("delta_hash", values, values.numel(), total, on=values.device)
+    _call("delta_hash", values, values.numel(), total)
     return total
 
 
-def _call(name: str, *arguments: torch.Tensor | int, on: torch.device) -> None:
-    given = [
-        c_void_p(argument.data_ptr()) if isinstance(argument, torch.Tensor) else argument
-        for argument in arguments
-    ]
-    function = getattr(_library(on.type), f"fold3d_{name}")
-    if on.type == "cpu":
+def _call(name: str, first: torch.Tensor, *others: torch.Tensor | int) -> None:
+    """Call one of the code's functions, whose tensors are on one device."""
+    given = [c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in (first, *others)]
+    function = getattr(_library(first.device.type), f"fold3d_{name}")
+    if first.device.type == "cpu":
         function(*given)
-    elif error := function(*given, c_void_p(torch.cuda.current_stream(on).cuda_stream)):
+    elif error := function(*given, c_void_p(torch.cuda.current_stream(first.device).cuda_stream)):
         raise RuntimeError(f"{name} of delta_code.cu is refused by CUDA: error {error}")
 
 
@@ -111,8 +105,8 @@ def _library(device: str) -> Any:
     library = ctypes.CDLL(str(DELTA_LIBRARIES[device]))
     stream = [c_void_p] * (device == "cuda")
     for name, arguments in (
-        ("delta_encode", (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64)),
-        ("delta_decode", (c_void_p, c_void_p, c_int64, c_int)),
+        ("delta_encode", (c_void_p, c_void_p, c_int, c_int64, c_void_p, c_int64)),
+        ("delta_decode", (c_void_p, c_void_p, c_int, c_int64)),
         ("gradient_encode", (c_void_p, c_int, c_int64, c_void_p, c_int64)),
         ("gradient_decode", (c_void_p, c_void_p, c_int, c_int64)),
         ("delta_hash", (c_void_p, c_int64, c_void_p)),

@@ -75,7 +75,7 @@ class DeltaGather:
         passed_s = clock(device) if is_measured else None
         messages = [encode(shard, old) for shard, old in zip(shards, olds, strict=True)]
         coding_s = passed_s() if passed_s is not None else 0.0
-        sizes = torch.stack([message[1] for message in messages])
+        sizes = torch.stack([message[0] for message in messages])
         found = torch.cat([sizes.long(), torch.stack(sums)])
         everyones = found.new_empty(replicas.size() * found.numel())
         dist.all_gather_into_tensor(everyones, found, group=replicas)
