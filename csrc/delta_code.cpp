@@ -4,7 +4,6 @@
 // one by one. The functions are compiled for several CPUs, one of which is chosen when it is loaded.
 #include "delta_code.h"
 
-#include <algorithm>
 #include <bit>
 #include <cstring>
 

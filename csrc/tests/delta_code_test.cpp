@@ -95,11 +95,12 @@ std::pair<Values, Values> stepped(size_t count, unsigned seed) {
 
 /// Decodes by each what the other encodes; returns the bits of a value.
 double coded(const Values& now, const Values& old, int mantissa) {
-  const auto n = static_cast<int64_t>(now.size());
-  std::vector<uint32_t> ours(n + 64), gpus(n + 64);
-  fold3d_delta_encode(now.data(), old.data(), mantissa, n, ours.data(), n + 60);
-  gpu_encode(now.data(), old.data(), mantissa, n, gpus.data(), n + 60, nullptr);
+  const auto n = static_cast<int64_t>(now.size()), capacity = n + 64;
+  std::vector<uint32_t> ours(capacity + 4), gpus(capacity + 4);
+  fold3d_delta_encode(now.data(), old.data(), mantissa, n, ours.data(), capacity);
+  gpu_encode(now.data(), old.data(), mantissa, n, gpus.data(), capacity, nullptr);
   CHECK(ours[0] == gpus[0]);
+  CHECK(ours[0] <= capacity);
   Values by_cpu = old, by_gpu = old;
   fold3d_delta_decode(gpus.data(), by_cpu.data(), mantissa, n);
   gpu_decode(ours.data(), by_gpu.data(), mantissa, n, nullptr);

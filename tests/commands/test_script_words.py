@@ -78,19 +78,7 @@ def test_flags_from_branches_that_are_not_decided_are_named():
 
 
 KEYWORDS = (
-    "if",
-    "then",
-    "elif",
-    "else",
-    "fi",
-    "case",
-    "in",
-    "esac",
-    "for",
-    "do",
-    "done",
-    "[[",
-    "]]",
+    *("if", "then", "elif", "else", "fi", "case", "in", "esac", "for", "do", "done", "[[", "]]"),
 )
 
 

@@ -248,7 +248,7 @@ def _unknown(config: Mapping[str, Any]) -> list[str]:
 
 
 def _is_off(value: object) -> bool:
-    return value is None or value is False or value in ("", [], {})
+    return value is False or value in ("", [], {})
 
 
 def _flags(config: Mapping[str, Any], own: Mapping[str, str]) -> Iterator[str]:

@@ -95,6 +95,11 @@ class Iteration:
         num_elements = torch.Size(self.shapes[FORTH.receive]).numel()
         return int(num_elements * self.config.pipeline_dtype.itemsize)
 
+    @property
+    def hooks_wait(self) -> bool:
+        """Whether DDP's hooks wait for the plan's all-gathers; not before Megatron's first step."""
+        return self.config.param_sync_func is not None
+
     def segment(self, action: Action) -> int:
         """Return the segment of an action: the index of its model chunk."""
         return action.stage // self.plan.num_ranks

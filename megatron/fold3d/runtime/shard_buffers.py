@@ -100,16 +100,13 @@ class ShardBuffers(Feature):
         freed = sorted(self._kept)
         for segment in freed:
             self._restore(segment)
-        if self.data == "grad_data" or iteration.config.param_sync_func is not None:
+        if self.data == "grad_data" or iteration.hooks_wait:
             return
         for bucket_group in bucket_groups(*(self._chunks[segment] for segment in freed)):
             bucket_group.start_param_sync(force_sync=True)
             bucket_group.param_gather_dispatched = False
 
     def _of_params(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        # DDP's hooks wait for each layer's own all-gather, except in Megatron's first iteration.
-        hooks_wait = iteration.config.param_sync_func is not None
-
         def compute(action: Action) -> None:
             self._wait(iteration.segment(action))
             inner[action.op](action)
@@ -122,7 +119,7 @@ class ShardBuffers(Feature):
 
         def gather(action: Action) -> None:
             segment, again = iteration.segment(action), action.op is Op.ALL_GATHER_B
-            if segment in self._late and hooks_wait and not again:
+            if segment in self._late and iteration.hooks_wait and not again:
                 # Not gathered, even if DDP has gathered it, say for an evaluation.
                 for bucket_group in bucket_groups(self._chunks[segment]):
                     bucket_group.param_gather_dispatched = False
@@ -131,7 +128,7 @@ class ShardBuffers(Feature):
             self._restore(segment)
             for bucket_group in first_layer_first(self._chunks[segment]):
                 bucket_group.start_param_sync()
-            if again or not hooks_wait:
+            if again or not iteration.hooks_wait:
                 self._awaited.add(segment)
 
         return {

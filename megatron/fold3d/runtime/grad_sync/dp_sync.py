@@ -99,7 +99,7 @@ class DPSync(Feature):
 
         def gather(action: Action) -> None:
             # Megatron leaves it unset where parameters are not sharded or hooks gather them.
-            if not iteration.trains or iteration.config.param_sync_func is None:
+            if not (iteration.trains and iteration.hooks_wait):
                 return
             start_gathers(self._chunks[iteration.segment(action)])
 

@@ -177,7 +177,7 @@ class DueSteps(Feature):
             inner[Op.STEP](action)
 
         def gather(action: Action) -> None:
-            if action.stage in late and iteration.config.param_sync_func is not None:
+            if action.stage in late and iteration.hooks_wait:
                 self._gather(chunk(action))
             else:
                 inner[Op.ALL_GATHER](action)
