@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.commands import training_words
+from megatron.fold3d.commands.job import codes_of
+from megatron.fold3d.commands.megatron_flags import described
+from megatron.fold3d.predict.cost_model.cluster import cluster
 from scripts import print_megatron_flags
 
 MODEL = "--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16"
@@ -58,6 +61,12 @@ def test_megatrons_own_layers_are_fused_where_training_fuses_them(fold3d, monkey
     fold3d.out(line)
     monkeypatch.setattr(training_words, "has_fusion_kernel", lambda: True)
     assert "--no-gradient-accumulation-fusion" in fold3d(line)[2]
+
+
+def test_only_sums_of_bf16_gradients_are_taken_to_end_in_zeros():
+    args = described(("--bf16", "--no-gradient-accumulation-fusion")).args
+    assert codes_of(args, cluster("a100x16-25g")).unfused
+    assert not codes_of(args, cluster("v100x16-25g")).unfused  # which trains in fp16
 
 
 def test_a_preset_stands_for_a_model(fold3d):

@@ -250,7 +250,8 @@ def _gathered_bits(args: Namespace) -> float:
 
 
 def _is_unfused(args: Namespace) -> bool:
-    return bool(args.bf16 and not args.gradient_accumulation_fusion)
+    """Tell whether bf16 gradients are added up outside of matmuls, so that sums end in zeros."""
+    return bool(args.bf16 and not (args.fp16 or args.gradient_accumulation_fusion))
 
 
 def codes_of(args: Namespace, cluster: Cluster) -> Codes:
@@ -263,7 +264,7 @@ def codes_of(args: Namespace, cluster: Cluster) -> Codes:
     chosen = {"use_distributed_optimizer": True, "fp16": args.fp16 or not cluster.has_bf16}
     sharded = Namespace(**vars(args) | asked | chosen)
     gathers, sums = (coded(sharded, name) != "off" for name in names)
-    return Codes(_gathered_bits(args) if gathers else 0.0, sums, _is_unfused(args))
+    return Codes(_gathered_bits(args) if gathers else 0.0, sums, _is_unfused(sharded))
 
 
 def left_out(args: Namespace) -> Iterator[str]:
