@@ -23,13 +23,13 @@ def printed() -> str:
 
 
 def _rows() -> Iterator[tuple[object, ...]]:
-    parser = ArgumentParser(add_help=False)
-    add_megatron_arguments(parser)
-    for action in parser._actions:
-        kind = "true" if action.const else "false"
+    for action in add_megatron_arguments(ArgumentParser(add_help=False))._actions:
+        kind: str | list[object] = "true" if action.const else "false"
         if action.nargs != 0:
             name = getattr(action.type, "__name__", "str")
             kind = name if name in KINDS else "str"
+        if action.choices and action.dest != "exit_signal":  # signals are the machine's
+            kind = [getattr(choice, "name", choice) for choice in action.choices]
         default = getattr(action.default, "name", action.default)  # of an enumeration
         for flag in action.option_strings:
             if isinstance(action, BooleanOptionalAction):

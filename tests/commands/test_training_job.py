@@ -92,6 +92,7 @@ def test_what_is_not_simulated_is_named(fold3d):
         (f"{SIMULATE} --segmnts 2 -- {JOB}", "unrecognized arguments: --segmnts 2; did you mean"),
         (f"{SIMULATE} --clip-grat 1 -- {JOB}", "--clip-grat 1; did you mean --clip-grad?"),
         (f"{SIMULATE} -- {JOB} --schedule aia", "'aia' is no order"),
+        (f"{SIMULATE} -- {JOB} --recompute-granularity all", "invalid choice: 'all' (choose from"),
         (f"{SIMULATE} -- {JOB} --schedule aiao:recompute=early@7 {FULL}", "no segment 7"),
         (f"{SIMULATE} -- {MODEL} --global-batch-size 9", "8 replicas: each computes equally many"),
         (

@@ -37,7 +37,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "float": {"type": float},
     "str": {},
 }
-"""How a flag of each kind is given; `MEGATRON_FLAGS` names the kinds."""
+"""How a flag of each kind is given; `MEGATRON_FLAGS` names the kind, or lists the values."""
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Fields of a shape with multi-latent attention."""
 _IF_ASKED = ("num_query_groups", "rotary_base", "moe_router_topk", *LATENT)
@@ -183,7 +183,8 @@ def _parser() -> ArgumentParser:
     flags = json.loads(MEGATRON_FLAGS.read_text(encoding="utf-8"))
     for flag, (name, kind, number, default) in flags.items():
         several = {} if number is None else {"nargs": number}
-        parser.add_argument(flag, dest=name, default=default, **KINDS[kind], **several)
+        given = KINDS[kind] if isinstance(kind, str) else {"choices": kind, "type": type(kind[0])}
+        parser.add_argument(flag, dest=name, default=default, **given, **several)
     for name in ("pp", "tp", "dp", "microbatches"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--model")
