@@ -117,13 +117,11 @@ class AutoSchedule(Feature):
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return handlers that time the computations of the second training iteration."""
-        is_measured = iteration.trains and self._iterations == MEASURED
+        is_measured = self._iterations == MEASURED
         return self._recorder.handlers(iteration, inner) if is_measured else {}
 
     def prepare(self, iteration: Iteration) -> None:
         """Search from the third training iteration on; start the clock of a timed iteration."""
-        if not iteration.trains:
-            return
         self._iterations += 1
         if self._iterations == SEARCHES:
             self.search(self._recorder.agreed(iteration), iteration)

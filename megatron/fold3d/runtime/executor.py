@@ -121,11 +121,12 @@ class Executor:
         return self._plans.training(job)
 
     def _run_iteration(self, iteration: Iteration) -> None:
-        for feature in self._features:
+        features = [each for each in self._features if iteration.trains or each.evaluates]
+        for feature in features:
             self._where = iteration.rank, feature.preparing
             feature.prepare(iteration)
         self._announce(iteration.plan)
-        handlers = _table(self._features, iteration)
+        handlers = _table(features, iteration)
         with _timed(iteration.config):
             for action in iteration.program:
                 try:
@@ -133,7 +134,7 @@ class Executor:
                 except BaseException as error:
                     note_place(error, iteration.rank, action)
                     raise
-            for feature in reversed(self._features):
+            for feature in reversed(features):
                 self._where = iteration.rank, feature.draining
                 feature.drain(iteration)
 

@@ -155,10 +155,12 @@ class Feature:
     """One capability of the executor. A subclass overrides the methods it needs.
 
     Attributes:
+        evaluates: whether it takes part in evaluations, which have forwards and transfers only.
         preparing: names the place in errors that `prepare` raises.
         draining: names the place in errors that `drain` raises.
     """
 
+    evaluates = False
     preparing = "the beginning of an iteration"
     draining = "the end of its program"
 

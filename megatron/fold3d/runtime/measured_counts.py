@@ -66,8 +66,6 @@ class MeasuredCounts(Feature):
         Raises:
             ValueError: a rank's activations take more than the limit with all layers recomputed.
         """
-        if not iteration.trains:
-            return
         if not self._blocks:
             self._blocks = blocks_of(iteration)
             for stage in self._blocks:
@@ -83,7 +81,7 @@ class MeasuredCounts(Feature):
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return handlers that measure: forwards at first, then the peak of one iteration."""
-        if not iteration.trains or self._has_told:
+        if self._has_told:
             return {}
         if not self._stages:
             run_forward = inner[FORTH.compute]

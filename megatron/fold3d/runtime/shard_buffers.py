@@ -67,12 +67,10 @@ class ShardBuffers(Feature):
         self._awaited: set[int] = set()  # segments whose next computation waits for an all-gather
 
     def prepare(self, iteration: Iteration) -> None:
-        """Before a training iteration, keep shards of parameters, nothing of zeroed gradients.
+        """Before an iteration, keep shards of parameters, nothing of zeroed gradients.
 
         A carried segment's gradients may still be needed by the last iteration's step.
         """
-        if not iteration.trains:
-            return
         self._chunks = iteration.chunks
         self._late = {stage // iteration.plan.num_ranks for stage in carried(iteration.program)}
         for segment in range(len(self._chunks)):
@@ -82,12 +80,10 @@ class ShardBuffers(Feature):
                 self._free(segment, keep=False)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return the handlers that allocate, gather and free, in training.
+        """Return the handlers that allocate, gather and free.
 
         A computation waits for the parameters that it reads, unless DDP's hooks do.
         """
-        if not iteration.trains:
-            return {}
         of_data = self._of_params if self.data == "param_data" else self._of_grads
         return of_data(iteration, inner)
 

@@ -99,9 +99,8 @@ class DPSync(Feature):
 
         def gather(action: Action) -> None:
             # Megatron leaves it unset where parameters are not sharded or hooks gather them.
-            if not (iteration.trains and iteration.hooks_wait):
-                return
-            start_gathers(self._chunks[iteration.segment(action)])
+            if iteration.hooks_wait:
+                start_gathers(self._chunks[iteration.segment(action)])
 
         def free(action: Action) -> None:
             if action.stage not in late:
@@ -122,7 +121,7 @@ class DPSync(Feature):
     def drain(self, iteration: Iteration) -> None:
         """Call Megatron's ``finalize_model_grads`` at the end of a training iteration."""
         config = iteration.config
-        if config.finalize_model_grads_func is not None and iteration.trains:
+        if config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
                 iteration.chunks,
                 iteration.num_tokens if config.calculate_per_token_loss else None,

@@ -91,6 +91,7 @@ class DueSteps(Feature):
         is_free: whether the next iteration may leave steps due; the same on all ranks.
     """
 
+    evaluates = True  # it takes due steps before
     preparing = "STEP before evaluation"
 
     def __init__(
@@ -138,7 +139,7 @@ class DueSteps(Feature):
 
     def prepare(self, iteration: Iteration) -> None:
         """Connect in the first iteration; in one that carries nothing, take all due steps."""
-        if not (iteration.trains and carried(iteration.program)):
+        if not carried(iteration.program):
             self.take_all()
             return
         self._in_iteration = True

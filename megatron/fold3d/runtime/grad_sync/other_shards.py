@@ -112,9 +112,7 @@ class ReplicatedSegments(Feature):
         logging.getLogger(_MEGATRONS).addFilter(_is_news)
 
     def prepare(self, iteration: Iteration) -> None:
-        """In training, gather nothing of the segments whose gradients the plan all-reduces."""
-        if not iteration.trains:
-            return
+        """Gather nothing of the segments whose gradients the plan all-reduces."""
         self._chunks = iteration.chunks
         summed = [action for action in iteration.program if action.op is Op.ALL_REDUCE]
         if self._replicated != (found := frozenset(map(iteration.segment, summed))):

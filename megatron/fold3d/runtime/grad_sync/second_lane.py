@@ -42,7 +42,7 @@ class SecondLane(Feature):
 
     def prepare(self, iteration: Iteration) -> None:
         """Make the process groups at the start of the first training iteration."""
-        if iteration.trains and not self._is_connected:
+        if not self._is_connected:
             self._is_connected = True
             odd = map(group_of, bucket_groups(*iteration.chunks[1::2]))
             several = [group for group in odd if group.size() > 1]
@@ -54,8 +54,6 @@ class SecondLane(Feature):
         It does so right before a segment's last backward, in which DDP's hooks may start to reduce.
         By then the segment's all-gathers have ended.
         """
-        if not iteration.trains:
-            return {}
         last = {a.stage: a for a in iteration.program if a.op is Op.BACKWARD}
         switches = {
             last[stage] for stage in reduced_apart(iteration.program, iteration.plan.num_ranks)

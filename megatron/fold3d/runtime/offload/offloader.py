@@ -52,8 +52,6 @@ _OFFLOADED = "offloaded_bytes"
 class Offloader(Feature):
     """Moves the tensors that forwards save between the device and a pool of host memory.
 
-    It does nothing in evaluations, which save nothing.
-
     Args:
         config: with ``--offload-activations auto`` no more leaves than the device's memory
             requires, as measured in the first two iterations.
@@ -131,8 +129,6 @@ class Offloader(Feature):
         Raises:
             HostMemoryError: the host has less memory than the program takes.
         """
-        if not iteration.trains:
-            return
         program = iteration.program
         self.held = self.peak = 0
         self._recorder.count(_OFFLOADED, 0)  # known where nothing leaves, too
@@ -149,8 +145,6 @@ class Offloader(Feature):
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return handlers that copy activations, and wrappers that collect and restore them."""
-        if not iteration.trains:
-            return {}
 
         def offload(action: Action) -> None:
             input_tensor, _ = iteration.saved[action.stage, action.microbatch]

@@ -49,6 +49,8 @@ class PreemptiveCommunicator(Feature):
         ValueError: the extension has not been built.
     """
 
+    evaluates = True  # transfers go through it
+
     def __init__(self, *, slice_bytes: int, timeout: timedelta, fits_slices: bool = False) -> None:
         self._slice_bytes = slice_bytes
         self._fits_slices = fits_slices

@@ -116,9 +116,7 @@ class Baton(Feature):
             raise self._error
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return handlers that run chains; evaluation has none."""
-        if not iteration.trains:
-            return {}
+        """Return handlers that run chains."""
         by_last = {of_chain[-1]: of_chain for of_chain in chains(iteration.program)}
         chained = frozenset(chain.from_iterable(by_last.values()))
 

@@ -31,6 +31,7 @@ class PipelineTransfers(Feature):
         recorder: hears when each transfer begins, and when a received tensor is taken.
     """
 
+    evaluates = True
     draining = "its last sends"
 
     def __init__(self, connects: "Sequence[Connect]", recorder: Events = UNHEARD) -> None:
