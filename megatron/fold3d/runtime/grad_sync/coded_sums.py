@@ -42,7 +42,7 @@ from megatron.fold3d.runtime.grad_sync.delta_code import (
     encode_gradients,
     table_words,
 )
-from megatron.fold3d.runtime.measure.timing import clock
+from megatron.fold3d.runtime.measure.timing import seconds
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,9 @@ class CodedSums:
             for bucket in group.buckets:
                 self._measure(bucket.grad_data, group_of(group))
         upstream(group, force_all_reduce)
-        if self._started and group.grad_reduce_handle is not None:
-            group.grad_reduce_handle = _Together([group.grad_reduce_handle, *self._started])
+        if group.grad_reduce_handle is not None:
+            for started in self._started:
+                group.grad_reduce_handle.append(started)
 
     @torch.no_grad()
     def reduce_scatter(
@@ -201,7 +202,7 @@ class CodedSums:
             encode_gradients(shard, message)
             decode_gradients(message, torch.empty_like(shard))
 
-        coding_s = (replicas - 1) * _seconds(coded, device)
+        coding_s = (replicas - 1) * seconds(coded, device, 1)
         needed = max(gathered(int(message[0]), group))
         share = _coded_bytes(replicas, needed) / gradients.nbytes
         whole = torch.zeros(min(gradients.numel(), _TIMED), device=device)
@@ -209,8 +210,8 @@ class CodedSums:
         sums = torch.empty_like(whole.chunk(replicas)[0])
         sent = whole[: int(share * sums.numel()) * replicas]
         received = torch.empty_like(sent)
-        whole_s = _seconds(lambda: dist.reduce_scatter_tensor(sums, whole, group=group), device)
-        sent_s = _seconds(lambda: dist.all_to_all_single(received, sent, group=group), device)
+        whole_s = seconds(lambda: dist.reduce_scatter_tensor(sums, whole, group=group), device, 1)
+        sent_s = seconds(lambda: dist.all_to_all_single(received, sent, group=group), device, 1)
         saved_s = (whole_s - sent_s) * gradients.nbytes / whole.nbytes
         free_bytes = free_device_bytes(device)
         held_bytes = 2 * self._num_chunks * gradients.untyped_storage().nbytes()  # of all messages
@@ -292,31 +293,10 @@ class _Sum:
         return values
 
 
-class _Together:
-    """The sums of a bucket group: those that DDP has started as one, and coded ones."""
-
-    def __init__(self, handles: list[Any]) -> None:
-        self._handles = handles
-        self.works = [*handles[0].works, *(one.all_to_all_handle for one in handles[1:])]
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for handle in self._handles:
-            handle.wait()
-
-
 def _can_code(gradients: torch.Tensor, group: dist.ProcessGroup) -> bool:
     replicas = group.size()
     is_even = gradients.numel() % replicas == 0
     return replicas > 1 and gradients.dtype in _DTYPES and is_even
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the second time; the first may load a library, or connect."""
-    work()
-    passed_s = clock(device)
-    work()
-    return passed_s()
 
 
 def _key(gradients: torch.Tensor, group: dist.ProcessGroup) -> _Key:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
+from megatron.fold3d.runtime.agreement import gathered
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, ranks_of
 from megatron.fold3d.runtime.grad_sync.delta_code import (
     MANTISSAS,
@@ -37,7 +38,7 @@ from megatron.fold3d.runtime.grad_sync.delta_code import (
     decode,
     encode,
 )
-from megatron.fold3d.runtime.measure.timing import clock
+from megatron.fold3d.runtime.measure.timing import clock, seconds
 
 logger = logging.getLogger(__name__)
 
@@ -196,14 +197,13 @@ class DeltaGather:
         whole_bytes = min(sum(bucket.param_data.nbytes for bucket in buckets), _TIMED_BYTES)
         shard = torch.zeros(whole_bytes // replicas.size(), dtype=torch.uint8, device=device)
         whole = shard.repeat(replicas.size())
-        dist.all_gather_into_tensor(whole, shard, group=replicas)  # the first may connect
-        passed_s = clock(device)
-        dist.all_gather_into_tensor(whole, shard, group=replicas)
+        whole_s = seconds(
+            lambda: dist.all_gather_into_tensor(whole, shard, group=replicas), device, 1
+        )
         saved = sum(bucket.param_data.nbytes - self._link_bytes[bucket] for bucket in coded)
-        saved_s = saved * passed_s() / whole.nbytes
-        gain_s = torch.tensor(saved_s - WORTH * coding_s, dtype=torch.float64, device=device)
-        dist.all_reduce(gain_s, dist.ReduceOp.MIN, group=replicas)
-        self._is_faster[optimizer] = is_faster = bool(gain_s.item() > 0)
+        saved_s = saved * whole_s / whole.nbytes
+        is_faster = all(gathered(saved_s > WORTH * coding_s, replicas))
+        self._is_faster[optimizer] = is_faster
         if not is_faster:
             for bucket in coded:
                 del self._messages[bucket], self._link_bytes[bucket]
