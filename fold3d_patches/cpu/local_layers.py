@@ -28,7 +28,6 @@ from torch import Tensor
 from fold3d_patches.registry import around
 
 _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
-_TO_HOST = "maybe_move_tensor_to_cpu"
 
 
 def _with(config: Any, **settings: Any) -> Any:
@@ -109,8 +108,7 @@ def _places(length: int, num_ranks: int) -> Tensor:
 
 
 @around(
-    f"megatron.core.transformer.moe.moe_utils:{_TO_HOST}",
-    rebinds=(f"megatron.core.transformer.moe.token_dispatcher:{_TO_HOST}",),
+    "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
     parameters="tensor as_numpy record_stream /",
 )
 def _always_as_asked(

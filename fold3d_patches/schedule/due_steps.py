@@ -39,10 +39,7 @@ def patches(due: DueSteps) -> tuple[Patch, ...]:
             due.take_all()
         return exits
 
-    @around(
-        "megatron.training.checkpointing:save_checkpoint",
-        rebinds=("megatron.training.training:save_checkpoint",),
-    )
+    @around("megatron.training.checkpointing:save_checkpoint")
     def save(upstream: Func, *args: Any, **kwargs: Any) -> Any:
         due.take_all()
         return upstream(*args, **kwargs)
