@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from fold3d_patches.registry import Patch, apply
@@ -109,14 +109,12 @@ def _tell(coders: Sequence[Any], kind: type[BaseException] | None, *_: object) -
 
 def _ours(symbol: str) -> Any:
     """Return ``module:name`` of this package. So what is off is not imported."""
-    module, name = symbol.split(":")
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    return resolve_name(f"{__name__}.{symbol}")
 
 
 def _runtime(symbol: str) -> Any:
     """Return ``module:name`` of `megatron.fold3d.runtime`."""
-    module, name = symbol.split(":")
-    return getattr(import_module(f"megatron.fold3d.runtime.{module}"), name)
+    return resolve_name(f"megatron.fold3d.runtime.{symbol}")
 
 
 class _Run:

@@ -4,8 +4,8 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,8 +85,7 @@ def pretraining(
     def provide(
         pre_process: bool, post_process: bool, vp_stage: int | None = None, **options: Any
     ) -> Any:
-        module, _, name = model.builder.rpartition(".")
-        builder = getattr(import_module(module), name)(model)
+        builder = resolve_name(model.builder)(model)
         return builder.build_model(options["pg_collection"], pre_process, post_process, vp_stage)
 
     containers: tuple[Any, ...] = ()
