@@ -71,8 +71,6 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
     stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),

@@ -118,21 +118,17 @@ def default_flags() -> Namespace:
     return parser.parse_args([])
 
 
-def get_batch_on_this_tp_rank(
-    batch: dict[str, Any], *, has_cu_seqlens: bool, is_hybrid_cp: bool, **where: Any
-) -> dict[str, Any]:
+def get_batch_on_this_tp_rank(batch: dict[str, Any], **where: Any) -> dict[str, Any]:
     """Return a batch of whole sequences that the first tensor-parallel rank has read. Until 0.19.
 
     Args:
         batch: ``[batch, seq]`` on the device; empty on other ranks.
-        has_cu_seqlens: False; so is the next.
-        is_hybrid_cp: whether sequences are cut by their lengths.
-        where: of Megatron's own parameters the others.
+        where: Megatron's own parameters, but for those of sequences of several lengths.
     """
     if not is_before("0.19"):
         from megatron.core import utils
 
-        given = {"has_cu_seqlens": has_cu_seqlens, "is_hybrid_cp": is_hybrid_cp, **where}
+        given = {"has_cu_seqlens": False, "is_hybrid_cp": False, **where}
         return dict(utils.get_batch_on_this_tp_rank(batch, **given))
 
     import torch
