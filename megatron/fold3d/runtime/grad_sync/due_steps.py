@@ -48,12 +48,7 @@ from megatron.fold3d.plan.ir import WHOLE, Action, Op, carried
 from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.runtime.events import UNHEARD, Events
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
-from megatron.fold3d.runtime.grad_sync.bucket_groups import (
-    bucket_groups,
-    connect,
-    group_of,
-    is_sharded,
-)
+from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, connect, group_of
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
 from megatron.fold3d.runtime.grad_sync.stage_gradients import (
@@ -109,8 +104,6 @@ class DueSteps(Feature):
         self._reduced_in_iteration: AbstractSet[torch.nn.Parameter] = frozenset()
         self._norm_bound: NormBound | None = None
         self._in_iteration = False
-        self._is_sharded = False
-        self._gathers_later = False  # parameters: not within the optimizer's step
 
         # Of the iteration that runs.
         self._shares: tuple[float, ...] = ()  # by segment, of its sum; empty is all
@@ -267,7 +260,7 @@ class DueSteps(Feature):
         self._step = PartialStep(optimizer)
         if parameters := [p for chunk in reduced for p in chunk.parameters()]:
             self._step.take(parameters)
-        if not self._gathers_later:
+        if not self._config.job.gathers_params:  # else not within the optimizer's step
             for chunk in reduced:
                 self._gather(chunk)
         self._due = set(late)
@@ -291,7 +284,7 @@ class DueSteps(Feature):
         self._start_left()
         for chunk in [chunk for chunk in self._gradients if chunk in self._due]:
             self.finish_step(chunk)
-            if self._is_sharded:
+            if self._config.job.steps_shards:
                 chunk.start_param_sync(force_sync=True)
         self._report_norm()
 
@@ -317,7 +310,7 @@ class DueSteps(Feature):
 
     def _gather(self, chunk: Any) -> None:
         """Start to gather a stepped chunk's parameters, if they are sharded."""
-        if self._is_sharded:
+        if self._config.job.steps_shards:
             self._gradients[chunk].gather()
 
     def _may_be_late(self, optimizer: Any, reduced: Sequence[Any], late: Sequence[Any]) -> bool:
@@ -345,8 +338,6 @@ class DueSteps(Feature):
     def _connect(self, iteration: Iteration) -> None:
         """Make the process groups."""
         chunks: Sequence[Any] = iteration.chunks
-        self._is_sharded = any(map(is_sharded, bucket_groups(*chunks)))
-        self._gathers_later = bool(chunks[0].ddp_config.overlap_param_gather)
         self._reduced_in_iteration = reduced_in_iteration(chunks, iteration.groups)
         ours = connect(map(group_of, bucket_groups(*chunks)), iteration.device)
         if self._communicator is not None:
