@@ -10,7 +10,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -130,8 +130,6 @@ def make_current(device: torch.device) -> None:
 
 def on_current_stream(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which another thread issues its work to the caller's current stream."""
-    if not runs_behind(device):
-        return nullcontext()
     streams: Any = streams_of(device)
     on_stream: AbstractContextManager[None] = streams.stream(streams.current_stream(device))
     return on_stream
