@@ -16,9 +16,7 @@ def patches(sums: CodedSums) -> tuple[Patch, ...]:
     """Return the patches of the collective, and of the start of those of a bucket group."""
     return (
         around(
-            f"{_BUFFERS}:dist_reduce_scatter_func",
-            parameters="output input / op group async_op",
-            alone=True,  # it is torch's, which others have under this name
+            f"{_BUFFERS}:dist_reduce_scatter_func", parameters="output input / op group async_op"
         )(sums.reduce_scatter),
         around(
             f"{_BUFFERS}:_ParamAndGradBucketGroup.start_grad_sync",

@@ -10,4 +10,15 @@ Remove when: Megatron warns about more than one queue.
 from fold3d_patches.registry import replace
 from megatron.fold3d.config.gpu_settings import BLACKWELL
 
-PATCHES = (replace("megatron.training.utils:get_device_arch_version", lambda: BLACKWELL),)
+_NAME = "get_device_arch_version"
+
+PATCHES = (
+    replace(
+        f"megatron.training.utils:{_NAME}",
+        lambda: BLACKWELL,
+        rebinds=(
+            f"megatron.training.utils.common_utils:{_NAME}",
+            f"megatron.training.arguments:{_NAME}",
+        ),
+    ),
+)

@@ -20,9 +20,9 @@ def _parsed(*_args: Any, **_kwargs: Any) -> Any:
 
 
 PATCHES = (
-    replace(f"{_INITIALIZE}:parse_args", _parsed, alone=True),
+    replace(f"{_INITIALIZE}:parse_args", _parsed),
     *(
-        replace(f"{_INITIALIZE}:{name}", lambda *_args, **_kwargs: None, alone=True)
+        replace(f"{_INITIALIZE}:{name}", lambda *_args, **_kwargs: None)
         for name in ("validate_args", "set_global_variables")
     ),
 )

@@ -41,15 +41,15 @@ class Patch:
         target: the symbol, spelled ``package.module:attribute.path``.
         make: takes the upstream object (a static or class method's function) and returns the
             replacement.
+        rebinds: names in other modules that are bound to the same object, spelled like ``target``.
         parameters: the names of the upstream parameters that the replacement relies on, with
             spaces between. Those before a ``/`` are given by position: upstream's begin so.
-        alone: whether other modules of Megatron that have imported the symbol keep upstream's.
     """
 
     target: str
     make: Callable[[Any], Any]
+    rebinds: tuple[str, ...] = ()
     parameters: str = ""
-    alone: bool = False
 
 
 def replace(target: str, ours: Any, **others: Any) -> Patch:
@@ -137,12 +137,14 @@ def _install(patch: Patch, undo: ExitStack, before: Collection[tuple[int, str]])
     there = vars(owner).get(name, _ABSENT)  # where it is inherited
 
     _swap(owner, name, there, ours)
-    if not patch.alone:
-        _rebind(name, upstream, ours)
-        undo.callback(_rebind, name, ours, upstream)  # also where it is imported from now on
     undo.callback(_swap, owner, name, ours, there)
     _patched.add((id(owner), name))
     undo.callback(_patched.discard, (id(owner), name))
+    for site in patch.rebinds:
+        # A module imported later binds our object by itself and must be restored as well: so each
+        # site is visited now, and again when the stack closes.
+        _rebind(site, upstream, ours)
+        undo.callback(_rebind, site, ours, upstream)
 
 
 def _check_parameters(patch: Patch, function: Any) -> None:
@@ -169,11 +171,9 @@ def _locate(symbol: str) -> tuple[Any, str]:
     return owner, name
 
 
-def _rebind(name: str, old: Any, new: Any) -> None:
-    """Replace what modules of Megatron have imported under its name."""
-    for module in [m for package, m in sys.modules.items() if package.startswith("megatron.")]:
-        if vars(module).get(name, _ABSENT) is old:
-            setattr(module, name, new)
+def _rebind(site: str, old: Any, new: Any) -> None:
+    if site.partition(":")[0] in sys.modules:
+        _swap(*_locate(site), old, new)
 
 
 def _swap(owner: Any, name: str, old: Any, new: Any) -> None:

@@ -19,6 +19,7 @@ from fold3d_patches.registry import around
 
 @around(
     "megatron.training.datasets.data_samplers:build_pretraining_data_loader",
+    rebinds=("megatron.training.training:build_pretraining_data_loader",),
     parameters="dataset consumed_samples /",
 )
 def _with_own_generator(

@@ -11,7 +11,14 @@ from typing import Any
 from fold3d_patches.registry import around
 
 
-@around("megatron.training.initialize:initialize_megatron", parameters="allow_no_cuda")
+@around(
+    "megatron.training.initialize:initialize_megatron",
+    rebinds=(
+        "megatron.training:initialize_megatron",
+        "megatron.training.training:initialize_megatron",
+    ),
+    parameters="allow_no_cuda",
+)
 def _without_cuda(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return upstream(*args, **kwargs | {"allow_no_cuda": True})
 

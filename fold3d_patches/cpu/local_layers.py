@@ -28,6 +28,7 @@ from torch import Tensor
 from fold3d_patches.registry import around
 
 _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+_TO_HOST = "maybe_move_tensor_to_cpu"
 
 
 def _with(config: Any, **settings: Any) -> Any:
@@ -108,7 +109,8 @@ def _places(length: int, num_ranks: int) -> Tensor:
 
 
 @around(
-    "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+    f"megatron.core.transformer.moe.moe_utils:{_TO_HOST}",
+    rebinds=(f"megatron.core.transformer.moe.token_dispatcher:{_TO_HOST}",),
     parameters="tensor as_numpy record_stream /",
 )
 def _always_as_asked(

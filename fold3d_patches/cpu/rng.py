@@ -44,8 +44,9 @@ def _fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 PATCHES = (
     *(
-        replace(f"{module}:{name}", ours, parameters=takes)
-        for module in ("torch.cuda", "torch.cuda.random")
+        replace(
+            f"torch.cuda.random:{name}", ours, rebinds=(f"torch.cuda:{name}",), parameters=takes
+        )
         for name, ours, takes in (
             ("get_rng_state", lambda device=None: torch.get_rng_state(), ""),
             ("set_rng_state", _set_state, "new_state /"),

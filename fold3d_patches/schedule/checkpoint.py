@@ -21,5 +21,6 @@ def patch(units: "Offloader | EarlyRecompute") -> Patch:
     """Return the patch of the function that full and selective recomputation call."""
     return around(
         "megatron.core.tensor_parallel.random:checkpoint",
+        rebinds=("megatron.core.tensor_parallel:checkpoint",),
         parameters="function distribute_saved_activations /",
     )(units.checkpoint)

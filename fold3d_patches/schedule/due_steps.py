@@ -39,7 +39,10 @@ def patches(due: DueSteps) -> tuple[Patch, ...]:
             due.take_all()
         return exits
 
-    @around("megatron.training.checkpointing:save_checkpoint")
+    @around(
+        "megatron.training.checkpointing:save_checkpoint",
+        rebinds=("megatron.training.training:save_checkpoint",),
+    )
     def save(upstream: Func, *args: Any, **kwargs: Any) -> Any:
         due.take_all()
         return upstream(*args, **kwargs)

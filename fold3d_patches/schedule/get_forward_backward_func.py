@@ -16,4 +16,10 @@ def patch(executor: Callable[..., Any]) -> Patch:
     return replace(
         "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         lambda *_args, **_kwargs: executor,
+        rebinds=(
+            "megatron.core.pipeline_parallel:get_forward_backward_func",
+            "megatron.training.training:get_forward_backward_func",
+            "megatron.bridge.training.train:get_forward_backward_func",
+            "megatron.bridge.training.eval:get_forward_backward_func",
+        ),
     )

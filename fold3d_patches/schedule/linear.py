@@ -18,9 +18,12 @@ from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGra
 
 def patch(delayed: DelayedWeightGrads) -> Patch:
     """Return the patch of the function behind column- and row-parallel linear layers."""
+    module = "megatron.core.tensor_parallel"
+    name = "linear_with_grad_accumulation_and_async_allreduce"
 
     @around(
-        "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
+        f"{module}.layers:{name}",
+        rebinds=(f"{module}:{name}",),
         parameters="input weight / bias allreduce_dgrad sequence_parallel tp_group",
     )
     def linear(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fold3d_patches import compile_helpers, cpu
+from fold3d_patches import bridge_config, cpu
 from fold3d_patches.registry import Patch, apply, around, replace
 from tests.distributed import run_distributed
 from tests.end_to_end.test_own_script import changed
@@ -118,7 +118,8 @@ def _train(script: str, changes: Changes) -> Record:
     checkpointing.save_sharded_modelopt_state = lambda *_: None  # nor quantized
     platform = [*_on_cpu()]
     if script == str(SCRIPT):  # else ours are installed
-        platform += [*compile_helpers.PATCHES, *cpu.patches()]
+        *_, helpers = bridge_config.patches(lambda *_: None)
+        platform += [helpers, *cpu.patches()]
     with apply(platform):
         return recorded(
             lambda: runpy.run_path(script, run_name="__main__"), loops=(train, evaluation)
@@ -129,9 +130,10 @@ def _on_cpu() -> tuple[Patch, ...]:
     """Bridge's own counterparts of what ``--device cpu`` patches in Megatron."""
     training = "megatron.bridge.training"
     return (
-        around(f"{training}.initialize:initialize_megatron")(
-            lambda upstream, **given: upstream(**given, allow_no_cuda=True)
-        ),
+        around(
+            f"{training}.initialize:initialize_megatron",
+            rebinds=(f"{training}.setup:initialize_megatron",),
+        )(lambda upstream, **given: upstream(**given, allow_no_cuda=True)),
         replace(f"{training}.initialize:_warmup_jit_function", lambda *_, **__: None),
     )
 

@@ -40,12 +40,12 @@ class Square(Shape):
 
 @pytest.fixture
 def upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """``upstream`` defines; a module of Megatron has imported a name from it, ``late`` will."""
-    defines, user = ModuleType("upstream"), ModuleType("megatron.user")
+    """``upstream`` defines; ``upstream_user`` has imported a name from it, ``late`` will."""
+    defines, user = ModuleType("upstream"), ModuleType("upstream_user")
     vars(defines).update(three=three, Shape=Shape, Square=Square, setting=1)
     vars(user).update(three=three)
     monkeypatch.setitem(sys.modules, "upstream", defines)
-    monkeypatch.setitem(sys.modules, "megatron.user", user)
+    monkeypatch.setitem(sys.modules, "upstream_user", user)
     owners = (defines, Shape, Square, user)
     before = [dict(vars(owner)) for owner in owners]
     yield defines
@@ -96,23 +96,32 @@ def test_a_property_and_a_plain_value_are_replaced_as_they_are(upstream: Any) ->
 
 
 def test_every_module_that_bound_the_symbol_is_rebound_and_restored(upstream: Any) -> None:
-    user = sys.modules["megatron.user"]
-    with apply([Patch(target="upstream:three", make=double)]):
+    user = sys.modules["upstream_user"]
+    with apply([Patch(target="upstream:three", rebinds=("upstream_user:three",), make=double)]):
         assert user.three is upstream.three
         assert user.three(1) == 6
     assert user.three is three
-    with apply([Patch(target="upstream:three", make=double, alone=True)]):
-        assert user.three is three
 
 
 def test_a_module_that_is_imported_while_patched_is_restored_too(
     upstream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = ModuleType("megatron.late")
-    with apply([Patch(target="upstream:three", make=double)]):
+    late = ModuleType("late")
+    with apply([Patch(target="upstream:three", rebinds=("late:three",), make=double)]):
+        assert "late" not in sys.modules
         vars(late).update(three=upstream.three)  # from upstream import three
-        monkeypatch.setitem(sys.modules, "megatron.late", late)
+        monkeypatch.setitem(sys.modules, "late", late)
     assert late.three is three
+
+
+def test_a_site_that_is_not_upstreams_any_more_is_refused(upstream: Any) -> None:
+    user = sys.modules["upstream_user"]
+    patch = Patch(target="upstream:three", rebinds=("upstream_user:three",), make=double)
+    vars(user)["three"] = double(three)
+    with pytest.raises(PatchError, match=r"upstream_user.*is not what it was"):
+        apply([patch])
+    vars(user)["three"] = three
+    assert upstream.three is three
 
 
 def test_all_patches_are_installed_or_none(upstream: Any) -> None:
@@ -140,9 +149,9 @@ def test_a_patch_of_a_symbol_that_is_patched_is_refused(upstream: Any) -> None:
 
 
 def test_of_patches_that_come_together_the_later_is_around_the_earlier(upstream: Any) -> None:
-    user = sys.modules["megatron.user"]
-    doubled = Patch(target="upstream:three", make=double)
-    added = around("upstream:three")(lambda call, size: call(size) + 1)
+    user, rebinds = sys.modules["upstream_user"], ("upstream_user:three",)
+    doubled = Patch(target="upstream:three", make=double, rebinds=rebinds)
+    added = around("upstream:three", rebinds=rebinds)(lambda call, size: call(size) + 1)
     with apply([doubled, added]):
         assert user.three(1) == upstream.three(1) == 7
     assert user.three is upstream.three is three

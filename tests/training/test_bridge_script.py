@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.datasets.utils import compile_helpers
 from megatron.core.pipeline_parallel import schedules
 
 import megatron.fold3d as fold3d
@@ -33,6 +34,7 @@ def update(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
     names = {
         "config": (runtime_config_update, megatron_mimo_runtime_config_update),
+        "initialize": (compile_helpers,),
         "pretrain": (runtime_config_update,),
         "train": (UPSTREAM,),
     }
