@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
@@ -17,37 +18,15 @@ from tests.programs import ROOT, printed
 FOLD3D = "megatron.fold3d"
 HEAVY = ("torch", "numpy", "megatron.core", "megatron.training", "fold3d_patches")
 
-# What the files of a room may name in an import, besides the standard library. Rooms stand from
-# the bottom up. The files of `megatron/fold3d` itself are under ".".
-ROOMS = {
-    "plan": (),
-    "upstream": (),
-    "policy": ("plan",),
-    "config": ("plan", "policy", "upstream"),
-    "observe": ("plan",),
-    "runtime": (
-        *("plan", "policy", "config", "upstream"),
-        *("observe.trace_files", "observe.exposure"),
-    ),
-    "predict": ("plan", "policy", "observe"),
-    "commands": ("plan", "policy", "config", "observe", "predict"),
-    "training": (
-        *("plan", "policy", "config", "observe", "runtime", "predict", "commands", "upstream"),
-    ),
-    ".": ("commands", "training"),
-}
-FOREIGN = {
-    "upstream": ("torch", "megatron.core", "megatron.training"),
-    "runtime": ("torch", "megatron.core"),
-    "predict": ("numpy",),
-    "commands": ("matplotlib",),  # an extra, when a picture is asked for
-    "training": (
-        *("torch", "megatron.core", "megatron.training", "fold3d_patches"),
-        *("packaging", "tqdm"),
-    ),
-}
+# What the files of a room may name in an import, besides the standard library, as the page says it:
+# other rooms, and packages. The files of `megatron/fold3d` itself are under ".".
+PAGE = (ROOT / "docs/architecture.md").read_text()
+RULES = PAGE.partition("### Who imports whom\n")[2].partition("\n##")[0]
+ROWS = re.findall(r"^\| `([\w.]+)` \| (.*) \| (.*) \|$", RULES, re.M)
+ROOMS = {room: re.findall(r"`([\w.]+)`", inside) for room, inside, _ in ROWS}
+FOREIGN = {room: re.findall(r"[\w.]+", outside) for room, _, outside in ROWS}
 MAY_NAME = {
-    room: (*(f"{FOLD3D}.{name}" for name in (room, *others)), *FOREIGN.get(room, ()))
+    room: (*(f"{FOLD3D}.{name}" for name in (room, *others)), *FOREIGN[room])
     for room, others in ROOMS.items()
 }
 

@@ -19,7 +19,6 @@ from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS, preset_flags
 from tests.commands.traces import write_traces
 from tests.programs import ROOT, printed, ran
-from tests.test_dependency_rules import FOREIGN, ROOMS
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -270,17 +269,6 @@ def test_the_drawing_of_the_house_has_every_folder_and_no_other():
         if "__pycache__" not in file.parts and folder.is_relative_to(ROOT / top)
     }
     assert drawn - {"tests/"} == there
-
-
-def test_the_rules_of_import_are_those_that_are_tested():
-    text = (ROOT / "docs/architecture.md").read_text()
-    (section,) = re.findall(r"^### Who imports whom\n(.*?)^##", text, re.M | re.S)
-    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \| (.*) \|$", section, re.M)
-    documented = {
-        room: (tuple(re.findall(r"`([\w.]+)`", inside)), tuple(re.findall(r"[\w.]+", outside)))
-        for room, inside, outside in rows
-    }
-    assert documented == {room: (names, FOREIGN.get(room, ())) for room, names in ROOMS.items()}
 
 
 def test_the_page_of_flags_has_a_row_for_every_flag_of_ours(parser: ArgumentParser):
