@@ -94,3 +94,5 @@ def test_what_a_plan_file_holds_is_on_without_a_part_of_the_word(config, tmp_pat
     for part in ("wgrad=last@0", "recompute=early", "slices=on"):
         with pytest.raises(ValueError, match="the actions of the plan say it; drop it"):
             config(line.replace(str(file), f"{file}:{part}"))
+    with pytest.raises(ValueError, match="early@0,1 without --recompute-granularity full: only"):
+        config(line.replace(FULL, ""))

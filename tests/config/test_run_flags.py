@@ -1,6 +1,5 @@
 """What a run lacks, or cannot have, is said before anything is built: one line each."""
 
-import contextlib
 import re
 import sys
 from argparse import ArgumentParser
@@ -287,24 +286,16 @@ def test_every_reason_is_given_at_once(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("ending", "printed"),
-    [(None, "flags\n"), (SystemExit(0), "flags\n"), (ValueError("--lr is missing"), "")],
-)
-def test_what_megatron_prints_waits_until_a_run_can_begin(capsys, ending, printed):
-    with contextlib.suppress(SystemExit, ValueError), launch.held_log():
-        sys.stdout.write("flags\n")
-        assert capsys.readouterr().out == ""
-        if ending is not None:
-            raise ending
-    assert capsys.readouterr().out == printed
-
-
-@pytest.mark.parametrize(
     ("plan", "problem"),
     [
         ("0F0 0Q0", "rank 0: '0Q0' is not an action"),
         ("0F0 0B0", "found 1 ranks, 1 segments, 1 micro-batches, this run has 2 ranks, 1 segments"),
         ("0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1", "deadlock: rank 0 waits at 0B0"),
+        (  # rank 1 never receives what rank 0 sends last
+            "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n"
+            "1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
+            "0SEND_F1 has no 1RECV_F1 to go with it",
+        ),
     ],
 )
 def test_a_plan_file_is_verified_before_megatron_prints_its_flags(

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.test_equal_to_stock import Row
 from tests.end_to_end.training import train, watch
-from tests.training.test_run_data import write_documents
 
 pytestmark = pytest.mark.gloo
 
@@ -70,30 +69,6 @@ def _ranks(job: subprocess.Popen[str]) -> list[int]:
     """Return the process ids of a job's ranks."""
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
     return [int(pid) for pid in children.read_text().split()] if children.exists() else []
-
-
-PLANS = {
-    # Rank 1 never receives what rank 0 sends last.
-    "an unmatched send": (
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n"
-        "1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
-        r"SEND_F1|RECV_F1",
-    ),
-    "recomputation ahead of the gradient": (
-        "0F0 0F1 0R0 0B0 0R1 0B1\n1F0 1B0 1F1 1B1",
-        "recompute=early@0 without --recompute-granularity full",
-    ),
-    "another size": ("0F0 0B0\n1F0 1B0", "1 micro-batches.*2 micro-batches"),
-}
-
-
-@pytest.mark.parametrize(("plan", "reason"), PLANS.values(), ids=PLANS)
-def test_a_plan_that_cannot_run_is_refused_before_training(
-    plan: str, reason: str, tmp_path: Path
-) -> None:
-    plan_file = tmp_path / "plan.txt"
-    plan_file.write_text(plan)
-    _refused(Row(m=2, segments=1).command(f"--schedule plan={plan_file}"), reason)
 
 
 def test_missing_data_is_refused() -> None:
@@ -147,14 +122,6 @@ def _timeouts_s(argv: Sequence[str]) -> set[float]:
     train(argv)
     groups = dist.distributed_c10d._world.pg_map
     return {timeout_of(group).total_seconds() for group in groups if group.size() > 1}
-
-
-def test_a_part_of_the_data_without_a_document_is_refused(tmp_path: Path) -> None:
-    """Megatron's builder of indices would look for a token for ever, in each part it is told of."""
-    data = write_documents(tmp_path / "data", [8] * 10)
-    argv = [word for word in ROW.command(AIAO) if word != "--mock-data"]
-    argv += ["--data-path", data, "--split", "96,4", "--data-cache-path", str(tmp_path)]
-    _refused(argv, f"--split 96,4: no token of {data} is for validation")
 
 
 def _refused(argv: Sequence[str], reason: str) -> None:

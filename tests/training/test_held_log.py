@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -30,12 +31,16 @@ def test_a_handler_made_while_the_log_is_held_logs_to_the_terminal(
     assert capsys.readouterr().out == "of the run\n"
 
 
-def test_of_a_mistake_nothing_else_is_printed(capsys: pytest.CaptureFixture[str]):
-    def mistake() -> None:
-        with held_log():
-            sys.stdout.write("flags\n")
-            raise ValueError("wrong")
-
-    with pytest.raises(ValueError, match="wrong"):
-        mistake()
-    assert capsys.readouterr().out == ""
+@pytest.mark.parametrize(
+    ("ending", "printed"),
+    [(None, "flags\n"), (SystemExit(0), "flags\n"), (ValueError("--lr is missing"), "")],
+)
+def test_what_megatron_prints_waits_until_a_run_can_begin(
+    capsys: pytest.CaptureFixture[str], ending: BaseException | None, printed: str
+):
+    with suppress(SystemExit, ValueError), held_log():
+        sys.stdout.write("flags\n")
+        assert capsys.readouterr().out == ""
+        if ending is not None:
+            raise ending
+    assert capsys.readouterr().out == printed
