@@ -36,36 +36,10 @@ def test_a_share_of_all_stages_is_deferred_as_the_word_says_or_as_measured(
     assert found.choice.carries is bool(stages)
 
 
-@pytest.mark.parametrize(
-    ("flags", "conditional"),
-    [
-        ("", True),
-        ("--clip-grad 0", False),
-        ("--clip-grad 0 --bf16", False),
-        ("--clip-grad 0 --fp16", True),
-        ("--clip-grad 0 --bf16 --loss-scale 2", True),
-    ],
-)
-def test_steps_depend_on_gradients_with_clipping_and_with_a_loss_scaler(config, flags, conditional):
-    assert config(f"{NEEDED} {flags}").clips_or_scales is conditional
-
-
 def test_steps_depend_on_gradients_with_a_norm_above_which_they_are_skipped(parse):
     args = parse(f"{NEEDED} --clip-grad 0")
     args.grad_norm_skip_threshold = 2.0
     assert read_config(args).clips_or_scales
-
-
-@pytest.mark.parametrize(
-    ("flags", "size"),
-    [
-        ("", 8 << 20),
-        ("--device cpu", 1 << 19),
-        ("--device cpu --schedule aiao:step=next:slice-bytes=65536", 65536),
-    ],
-)
-def test_slices_are_small_on_cpus_unless_told_otherwise(config, flags: str, size: int):
-    assert config(f"{NEEDED} {flags}").slice_bytes == size
 
 
 SHARE = "it is a share of DP.sync; give a number from 0 to 1"

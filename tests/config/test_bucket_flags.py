@@ -1,59 +1,52 @@
-"""Which runs cut every segment into buckets, and what their plan starts early."""
+"""Which runs cut every segment into buckets, and DP.sync into slices: it depends on queues."""
+
+from operator import attrgetter
 
 import pytest
+
+from tests.config.conftest import Configure
 
 MORE = "--schedule aiao"
 OVERLAP = "--overlap-grad-reduce"
 ZERO = f"{OVERLAP} --use-distributed-optimizer"
-GATHERS = f"{ZERO} --overlap-param-gather"
+SHARE = f"{OVERLAP} --schedule aiao:step=next"
 
 
 @pytest.mark.parametrize(
-    ("flags", "connections", "cuts"),
+    ("flags", "connections", "field", "is_so"),
     [
-        ("", None, False),
-        (OVERLAP, None, True),
-        (f"{OVERLAP} --no-align-grad-reduce", None, True),
-        (ZERO, None, False),  # a checkpoint depends on it
-        (OVERLAP, "1", False),  # all streams share the one queue
-        (OVERLAP, "8", True),
-        (f"{OVERLAP} --device cpu", "1", True),
+        # Where no checkpoint depends on it, and all streams do not share the one queue.
+        ("", None, "cuts_every_segment", False),
+        (OVERLAP, None, "cuts_every_segment", True),
+        (f"{OVERLAP} --no-align-grad-reduce", None, "cuts_every_segment", True),
+        (ZERO, None, "cuts_every_segment", False),  # a checkpoint depends on it
+        (OVERLAP, "1", "cuts_every_segment", False),
+        (OVERLAP, "8", "cuts_every_segment", True),
+        (f"{OVERLAP} --device cpu", "1", "cuts_every_segment", True),
+        # One queue would stop computation for DP.sync in a later iteration.
+        (SHARE, "1", "choice.slices", True),
+        (f"{SHARE} --use-distributed-optimizer", "1", "choice.slices", True),
+        (SHARE, "8", "choice.slices", False),
+        (SHARE, "", "choice.slices", False),
+        (OVERLAP, "1", "choice.slices", False),
+        (f"{SHARE} --device cpu", "1", "choice.slices", False),
+        (f"{SHARE}:slices=off", "1", "choice.slices", False),
+        (f"{SHARE}:slices=on --device cpu", "", "choice.slices", True),
+        (f"{OVERLAP} --schedule aiao:slices=on", "", "choice.slices", True),
+        (OVERLAP, "1", "job.receives_late", True),
+        (OVERLAP, "8", "job.receives_late", False),
+        (f"{OVERLAP} --device cpu", "1", "job.receives_late", False),
     ],
 )
-def test_segments_are_cut_where_no_checkpoint_depends_on_it_and_streams_have_queues(
-    config, monkeypatch, flags, connections, cuts
-):
+def test_queues_decide_what_is_cut_and_when_receives_are_posted(
+    config: Configure,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    connections: str | None,
+    field: str,
+    is_so: bool,
+) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if connections is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    assert config(flags).cuts_every_segment is cuts
-
-
-@pytest.mark.parametrize(
-    ("flags", "gathers"),
-    [(GATHERS, True), (f"{GATHERS} --no-align-param-gather", True), (ZERO, False)],
-)
-def test_the_plan_gathers_parameters_whatever_stock_aligns(config, flags: str, gathers: bool):
-    assert config(flags).job.gathers_params is gathers
-
-
-@pytest.mark.parametrize(
-    ("flags", "early"),
-    [
-        (OVERLAP, True),
-        ("", False),
-        (GATHERS, True),
-        (ZERO, False),
-        (f"{OVERLAP} --deterministic-mode", False),
-        (f"{OVERLAP} --preemptive-comm", False),
-    ],
-)
-def test_dp_sync_starts_between_weight_gradients_where_it_is_an_all_reduce_of_megatrons_groups(
-    config, flags, early
-):
-    assert config(f"{flags} --device cpu").job.reduces_early is early
-
-
-@pytest.mark.parametrize(("device", "ahead"), [("cpu", 3), ("cuda", 1)])
-def test_receives_are_further_ahead_only_without_a_gpu(config, device: str, ahead: int):
-    assert config(f"{OVERLAP} --device {device}").job.receives_ahead == ahead
+    assert bool(attrgetter(field)(config(flags))) is is_so

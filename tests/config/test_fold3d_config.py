@@ -380,13 +380,6 @@ def test_what_the_documentation_says_works_is_not_refused(parser, parse):
             assert list(refusals(under(args, "aiao"))) == [], flag
 
 
-def test_a_trace_has_a_folder_and_iterations(config, tmp_path: Path) -> None:
-    found = config(f"--trace {tmp_path} --trace-iterations 7-9")
-    assert (found.trace, found.trace_iterations) == (tmp_path, range(7, 10))
-    assert config("--trace new --trace-iterations 7").trace_iterations == range(7, 8)
-    assert config("--trace new").trace_iterations is None
-
-
 @pytest.mark.parametrize(
     ("flags", "found"),
     [
@@ -407,10 +400,6 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 GROUPED = f"interleaved --segments 2 --pipeline-model-parallel-size 4 {GROUP}"
 READ = "only 1f1b, aiao, interleaved read it"
-
-
-def test_groups_of_interleaved_hold_a_microbatch_per_rank(config) -> None:
-    assert config(f"--schedule {GROUPED} 4").choice.group == 4
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,6 @@ def test_environment_variables_that_do_not_hang_preemption_are_accepted(
     config(PREEMPTS)
 
 
-def test_traffic_classes_reach_the_configuration(config):
-    assert config("--traffic-class pp=184").traffic_class == {"pp": 184}
-
-
 @pytest.mark.parametrize(
     ("flags", "rule"),
     [

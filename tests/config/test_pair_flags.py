@@ -12,24 +12,6 @@ MORE = (
     "--attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
     "--tensor-model-parallel-size 2"
 )
-AIAO = "--segments 2 --schedule aiao"
-EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 "
-    "--moe-token-dispatcher-type alltoall"
-)
-
-
-def test_pairs_are_off_unless_asked_for(config):
-    assert not config(AIAO).choice.pairs
-    assert config(f"{AIAO} --schedule aiao:pairs=on").choice.pairs
-
-
-def test_experts_of_transformer_engine_are_paired_without_tensor_parallelism(config):
-    line = (
-        f"{AIAO}:pairs=on {EXPERTS} --tensor-model-parallel-size 1 --moe-grouped-gemm "
-        "--transformer-impl transformer_engine"
-    )
-    assert config(line).choice.pairs
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,6 @@ TWO = f"--segments 2 {FULL}"
 AIAO = f"--schedule aiao {TWO}"
 
 
-def test_segments_are_named_or_all(config):
-    assert config(AIAO).early_stages == ()
-    assert config(f"{AIAO} --schedule aiao:recompute=early@1").early_stages == (2, 3)
-    assert config(f"{AIAO} --schedule aiao:recompute=early").early_stages == (0, 1, 2, 3)
-
-
 @pytest.mark.parametrize(
     ("order", "line", "found"),
     [

@@ -9,12 +9,6 @@ AIAO = "--schedule aiao --segments 4 --transformer-impl local --no-gradient-accu
 ENGINE = "--schedule aiao:wgrad=last@1 --segments 4 --transformer-impl transformer_engine"
 
 
-def test_segments_are_read_in_any_order(config):
-    assert config(AIAO).apart == ()
-    assert config(f"{AIAO} --schedule aiao:wgrad=last").apart == (0, 1, 2, 3)
-    assert config(f"{AIAO} --schedule aiao:wgrad=last@2,1").apart == (1, 2)
-
-
 LOCAL = "--transformer-impl local --no-gradient-accumulation-fusion"
 
 
@@ -59,10 +53,6 @@ def test_an_old_transformer_engine_is_refused(config, monkeypatch: pytest.Monkey
             else nullcontext()
         ):
             config(ENGINE)
-
-
-def test_zero_bubble_splits_the_backwards_of_its_segment(config):
-    assert config(f"--schedule zb-h1 {LOCAL}").apart == (0,)
 
 
 @pytest.mark.parametrize(
