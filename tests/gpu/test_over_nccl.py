@@ -22,8 +22,7 @@ from megatron.fold3d.runtime.preemption.communicator import extension
 from tests.distributed import run_distributed
 from tests.end_to_end import (
     test_backward_share,
-    test_coded_sums,
-    test_delta_gather,
+    test_codes,
     test_equal_to_stock,
     test_param_shards,
     test_replicated_optimizer,
@@ -36,8 +35,7 @@ TABLES = (
     test_equal_to_stock,
     test_param_shards,
     test_replicated_optimizer,
-    test_coded_sums,
-    test_delta_gather,
+    test_codes,
     test_backward_share,
 )
 # apex and Transformer Engine may be absent.
