@@ -24,22 +24,16 @@ from megatron.fold3d.training.installation_facts import (
     untested,
 )
 from tests.distributed import run_distributed
+from tests.programs import ROOT, ran
 
-ROOT = Path(__file__).parents[2]
 FOLD3D = "import sys; from megatron.fold3d.cli import main; sys.exit(main())"
 
 
 def doctor(*options: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command in a fresh interpreter, with a folder in front of all others."""
     folders = [*([str(path)] if path else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
-        [sys.executable, "-c", FOLD3D, "doctor", *options],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    command = (sys.executable, "-c", FOLD3D, "doctor", *options)
+    return ran(*command, PYTHONPATH=os.pathsep.join(folders))
 
 
 def found(what: str) -> Any:

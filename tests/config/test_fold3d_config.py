@@ -1,5 +1,4 @@
 import re
-import subprocess
 import sys
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.training import launch, mistakes
 from tests.config.conftest import Parse
 from tests.config.rows import ORDERS, OURS, option_of, rows, under
+from tests.programs import printed
 
 DOCS = Path(__file__).parents[2] / "docs" / "compatibility.md"
 REVIEWED = Path(__file__).parents[1] / "reviewed_options.txt"
@@ -147,10 +147,7 @@ def test_the_configuration_loads_neither_torch_nor_megatron_core() -> None:
         "import sys, megatron.fold3d.config.all_flags\n"
         "print([m for m in ('torch', 'numpy', 'megatron.core') if m in sys.modules])"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200
-    )
-    assert run.stdout.strip() == "[]"
+    assert printed(sys.executable, "-c", code) == "[]\n"
 
 
 # Segments

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.config.read_config import read_config
+from tests.programs import ROOT, printed, ran
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parents[2]
 CLAIMS = (ROOT / "docs/gpu.md").read_text().partition("| claim ")[2].partition("\n\n")[0]
 NEEDED_COMMANDS = ("bash", "cat", "dirname", "env", "mkdir")
 
@@ -230,8 +230,7 @@ def test_environment_of_another_checkout_is_left_alone(installer: Machine):
 
 
 def test_a_step_that_the_gpu_script_lacks_is_refused(tmp_path: Path):
-    command = [ROOT / "scripts/gpu.sh", tmp_path, sys.executable, "copys"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = ran(ROOT / "scripts/gpu.sh", tmp_path, sys.executable, "copys")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no step is called copys; there are machine doctor build extension" in done.stderr
 
@@ -258,13 +257,12 @@ def gpu_node(machine: Machine) -> Callable[..., subprocess.CompletedProcess[str]
     def run(
         *steps: str, loss: str = "2.000000E+00", untraced_ms: str = "99.0", hangs: str = "none"
     ) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "GPUS": "8", "IMPLEMENTATIONS": "local transformer_engine"}
+        environment = {"GPUS": "8", "IMPLEMENTATIONS": "local transformer_engine"}
         environment |= {"LOSS": loss, "SLOW": untraced_ms, "HANGS": hangs}
         if hangs != "none":
             environment["STEP_SECONDS"] = "1"
-        environment |= {"PATH": f"{machine.bin}:{environment['PATH']}", "CUDA_HOME": ""}
-        command = [ROOT / "scripts/gpu.sh", folder, python, *steps]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        environment |= {"PATH": f"{machine.bin}:{os.environ['PATH']}", "CUDA_HOME": ""}
+        return ran(ROOT / "scripts/gpu.sh", folder, python, *steps, **environment)
 
     return run
 
@@ -321,15 +319,12 @@ def test_every_stress_check_is_run_with_options_that_it_has(machine: Machine):
 
 
 def test_what_the_gpu_script_would_train_is_valid(parser, monkeypatch, tmp_path):
-    environment = {**os.environ, "GPUS": "8", "IMPLEMENTATIONS": "local transformer_engine"}
-    command = [ROOT / "scripts/gpu.sh", "--dry-run", tmp_path / "out", "python"]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
+    script = (ROOT / "scripts/gpu.sh", "--dry-run", tmp_path / "out", "python")
+    said = printed(*script, GPUS="8", IMPLEMENTATIONS="local transformer_engine")
     assert not (tmp_path / "out").exists()
     claimed = re.findall(r"`(\S+?)`", "".join(row.split("|")[3] for row in CLAIMS.split("\n")[2:]))
     trained = {}
-    for line in done.stdout.splitlines():
+    for line in said.splitlines():
         if "pretrain_gpt.py" in line:
             name, words = line.removeprefix("== ").split(": ", 1)
             monkeypatch.setenv(*words.split()[1].split("="))
@@ -340,6 +335,4 @@ def test_what_the_gpu_script_would_train_is_valid(parser, monkeypatch, tmp_path)
     assert {trained["local-stock"], trained["transformer_engine-pp-aiao"]} == {"stock", "aiao"}
     assert {*trained.values()} == {"stock", "aiao", "1f1b", "auto"}
     for connections in (1, 8, 32):
-        assert (
-            f"== queue-{connections}: env CUDA_DEVICE_MAX_CONNECTIONS={connections} " in done.stdout
-        )
+        assert f"== queue-{connections}: env CUDA_DEVICE_MAX_CONNECTIONS={connections} " in said

@@ -27,6 +27,7 @@ SCRIPTS = Path("scripts/slurm")
 PATH = f"{os.environ['PATH']}:/usr/sbin"  # where Debian has the daemons
 ABSENT = str(ROOT / "tests/absent")  # packages that a job may lack, and starts faster without
 TASKS = ("megatron-best", "auto")  # of the job array
+SHOW_QUEUES = 'echo "$CUDA_DEVICE_MAX_CONNECTIONS queues"'
 LOSS = re.compile(r"iteration +(\d+)/.* lm loss: (\S+)")
 
 
@@ -121,8 +122,7 @@ def test_tasks_write_to_folders_of_their_own(parser: ArgumentParser, checkout: P
     ],
 )
 def test_a_run_has_the_hardware_queues_that_its_flags_need(checkout, script, flags, queues):
-    shown = 'echo "$CUDA_DEVICE_MAX_CONNECTIONS queues"'
-    words = _asked_for(checkout, script, flags, srun_then=shown)
+    words = _asked_for(checkout, script, flags, srun_then=SHOW_QUEUES)
     assert words[-1] == f"{queues} queues"
 
 
@@ -211,21 +211,34 @@ def _started(
     srun_then: str = "",
     ranks: int = 128,
 ) -> list[str]:
+    """Return what a script prints that a job array's task runs in a checkout."""
+    srun, number = checkout.parent / "bin" / "srun", TASKS.index(task)
+    return started(SCRIPTS / script, words, srun, checkout, number, ranks, srun_then)
+
+
+def started(
+    script: Path,
+    words: Sequence[str],
+    srun: Path,
+    cwd: Path,
+    task: int,
+    ranks: int,
+    srun_then: str = "",
+) -> list[str]:
     """Return what a script prints with an `srun` that prints its words, and then does more."""
-    srun = checkout.parent / "bin" / "srun"
     srun.parent.mkdir(exist_ok=True)
     srun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@"\n{srun_then}\n')
     srun.chmod(0o755)
     environment = {
         "PATH": f"{srun.parent}:{PATH}",
         "SLURM_JOB_ID": "7",
-        "SLURM_ARRAY_TASK_ID": str(TASKS.index(task)),
+        "SLURM_ARRAY_TASK_ID": str(task),
         "SLURM_NTASKS": str(ranks),
         "SLURM_NTASKS_PER_NODE": "8",
     }
     return subprocess.run(
-        ["bash", SCRIPTS / script, *words],
-        cwd=checkout,
+        ["bash", script, *words],
+        cwd=cwd,
         env=environment,
         capture_output=True,
         text=True,

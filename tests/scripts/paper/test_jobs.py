@@ -1,8 +1,6 @@
 import json
 import math
-import os
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -22,6 +20,8 @@ from tests.commands.traces import write_traces
 from tests.distributed import run_distributed
 from tests.end_to_end.test_bert import data as bert_data  # noqa: F401  # a fixture
 from tests.end_to_end.test_check import _run as checked
+from tests.programs import ROOT
+from tests.scripts.test_slurm import SHOW_QUEUES, started
 
 LINE = (
     " [2026-01-01 00:00:00] iteration {number:8d}/      20 | consumed samples: 8 | "
@@ -151,22 +151,11 @@ def _checked(words: Sequence[str], queues: str, tries: bool) -> tuple[int, str, 
 
 
 def _asked_for(folder: Path, array: str, number: int, own: Sequence[str]) -> tuple[str, list[str]]:
-    """Return a task's hardware queues, and its script with its words; an `srun` prints them."""
-    srun = folder / "bin" / "srun"
-    srun.parent.mkdir(exist_ok=True)
-    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"\n')
-    srun.chmod(0o755)
-    environment = {
-        "PATH": f"{srun.parent}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "7",
-        "SLURM_ARRAY_TASK_ID": str(number),
-        "SLURM_NTASKS": array.removesuffix("-bert").partition("x")[2],
-        "SLURM_NTASKS_PER_NODE": "8",
-    }
-    command = ["bash", str(folder / f"{array}.sbatch"), *own]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    words = done.stdout.splitlines()
-    return words[0], words[words.index("python") + 1 :]
+    """Return a task's hardware queues, and its script with its words."""
+    ranks = int(array.removesuffix("-bert").partition("x")[2])
+    script, srun = folder / f"{array}.sbatch", folder / "bin" / "srun"
+    words = started(script, own, srun, ROOT, number, ranks, SHOW_QUEUES)
+    return words[-1].removesuffix(" queues"), words[words.index("python") + 1 : -1]
 
 
 def test_what_ran_is_shown_in_the_experiments_own_table(tmp_path: Path):
