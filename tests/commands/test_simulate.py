@@ -201,17 +201,6 @@ def test_a_model_that_does_not_fit_is_answered_with_no(fold3d):
     assert fold3d(f"{line} 20 --recompute none")[::2] == (0, "")  # fused
 
 
-def test_auto_takes_the_fewest_forwards_ahead_that_take_the_least_time(fold3d):
-    line = "simulate --schedule 1f1b --pp 4 --microbatches 16"
-    for transfer_s, chosen in ((0, 1), (0.5, 2), (1.25, 3)):
-        costed = f"{line} --seconds p2p={transfer_s} --schedule 1f1b:ahead"
-        found = fold3d.json(f"{costed}=auto")
-        assert found["name"] == f"1f1b:ahead={chosen}"
-        times = [fold3d.json(f"{costed}={n}")["period_s"] for n in range(1, 7)]
-        assert found["period_s"] == min(times) == times[chosen - 1]
-        assert min(times[: chosen - 1], default=1e9) > min(times)
-
-
 def test_auto_puts_weight_gradients_where_ranks_would_wait(fold3d):
     line = "simulate --pp 4 --microbatches 8 --seconds p2p=0.4 --schedule 1f1b"
 

@@ -1,11 +1,10 @@
 """Where the efficiency of a layer comes from, and what it depends on."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
+from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster
 from megatron.fold3d.predict.cost_model.efficiency import efficiency, source_of
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
@@ -58,27 +57,3 @@ def test_a_file_without_either_has_one_efficiency():
     plain = replace(A100, memory_bytes_per_s=0.0, compute_efficiency=0.4)
     assert of(plain, 1) == of(plain, 8) == 0.4
     assert source_of(plain).startswith("40% for all sizes, as the cluster's file says")
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("layer_efficiencies = 0.5", "it is a list of rows such as"),
-        ("layer_efficiencies = [[1, 2048, 4096, 0.5]]", "it is a list of rows such as"),
-        ("layer_efficiencies = [[1, 2048, 4096, 8, 1.2]]", "an efficiency is in (0, 1]; measure"),
-        ("layer_efficiencies = [[0, 2048, 4096, 8, 0.2]]", "sizes are above zero"),
-        ("compute_efficiency = 1.5", "found compute_efficiency=1.5; an efficiency is in (0, 1]"),
-    ],
-)
-def test_a_table_that_cannot_be_is_refused(tmp_path: Path, line: str, message: str):
-    numbers = "num_nodes gpus_per_node gpu_flops_per_s gpu_memory_bytes nic_bytes_per_s"
-    numbers += " intra_bytes_per_s host_copy_bytes_per_s host_memory_bytes"
-    file = tmp_path / "c.toml"
-    sizes = (
-        f"{name} = {1 if '_per_s' not in name and 'memory' not in name else 10**6}\n"
-        for name in numbers.split()
-    )
-    file.write_text("".join(sizes) + line + "\n")
-    with pytest.raises(ValueError, match=r"c\.toml: found") as error:
-        cluster(str(file))
-    assert message in str(error.value)
