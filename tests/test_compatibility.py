@@ -64,10 +64,6 @@ def comparisons() -> Iterator[tuple[str, Sequence[str]]]:
     yield f"test_checkpoints.py: {knows}", test_checkpoints.without_sizes(knows, folder)
     for row in test_without_training.ROWS:
         yield f"test_without_training.py: {row}", row.command(f"{row.ours} --skip-train")
-    for share in (test_backward_share.SAVED, test_backward_share.OLD_SAVED):
-        for flags in (test_backward_share.SAVES, test_backward_share.RESUMES):
-            saved = share.command(f"{share.ours} {flags.format(folder=folder)}")
-            yield f"test_backward_share.py: {share}", saved
     for chosen in (*(row for row, _ in test_auto_schedule.CASES), test_auto_schedule.WHOLE):
         yield f"test_auto_schedule.py: {chosen}", chosen.command(chosen.ours)
 

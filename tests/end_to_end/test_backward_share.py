@@ -24,7 +24,6 @@ from tests.end_to_end.training import (
     differences,
     heard,
     marked,
-    since,
     train,
     train_as_planned,
     watch,
@@ -128,10 +127,6 @@ ROWS = (
         dp=4,
     ),
 )
-SAVED = Row(word=f"{AIAO}:share=0.5", flags="--bf16", clip=2.2)
-ALONE_SAVED = replace(SAVED, word=f"{ONE}:share=0.5", flags=f"{SHARDED} --bf16", pp=1, segments=1)
-OLD_SAVED = replace(ALONE_SAVED, flags=f"{ZERO} --bf16 --ckpt-format torch")
-SAVES, RESUMES = "--save {folder} --save-interval 4", "--load {folder}"
 
 
 @pytest.mark.parametrize("row", marked(ROWS), ids=str)
@@ -196,26 +191,6 @@ def test_four_replicas_differ_from_stock_by_rounding() -> None:
     check_losses(run_distributed(train, 4, row.command(row.ours)), stock_of(row))
 
 
-@pytest.mark.parametrize(
-    ("row", "saves", "resumes"),
-    [
-        (SAVED, SAVED.ours, "--schedule stock"),
-        (ALONE_SAVED, "--schedule stock", ALONE_SAVED.ours),
-        (OLD_SAVED, OLD_SAVED.ours, "--schedule stock"),
-    ],
-    ids=str,
-)
-def test_a_checkpoint_is_that_of_stock(row: Row, saves: str, resumes: str, tmp_path: Path) -> None:
-    """Save after four iterations, go on to the end, resume: both must end as stock does."""
-    saved = row.command(f"{saves} {SAVES.format(folder=tmp_path)}")
-    resumed = row.command(f"{resumes} {RESUMES.format(folder=tmp_path)}")
-    check_records(row, run_distributed(train, row.num_ranks, saved))
-    # Resume from here, and not from the end.
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    ours = run_distributed(train, row.num_ranks, resumed)
-    assert differences(ours, as_known(ours, since(4, stock_of(row), evaluations=1))) == []
-
-
 @pytest.mark.parametrize("of", ["namespace", "optimizer"])
 def test_a_norm_above_which_steps_are_skipped_is_obeyed(of: str) -> None:
     row = Row(word="1f1b:step=next:share=0.5", flags="", pp=1, segments=1)
@@ -232,7 +207,8 @@ def test_a_norm_above_which_steps_are_skipped_is_obeyed(of: str) -> None:
 
 
 def test_an_iteration_that_is_run_again_counts_once() -> None:
-    assert compared(SAVED, train_each_iteration_twice) == (12, 12, 12, 12)
+    row = Row(word=f"{AIAO}:share=0.5", flags="--bf16", clip=2.2)
+    assert compared(row, train_each_iteration_twice) == (12, 12, 12, 12)
 
 
 def test_shares_may_change_from_one_iteration_to_the_next() -> None:
