@@ -58,6 +58,7 @@ def test_search_says_that_aiao_gains_nothing_where_it_does_not(fold3d):
 
 def test_what_no_gpu_has_timed_is_tried_on_request(fold3d):
     line = "search --model testbed --cluster testbedx4 --global-batch-size 16 --pp 2 --fp32"
+    line += " --segments 2 --micro-batch-size 1"
     assumed = "preemptive-comm,offload,delay-weight-grads"
     tried = json.loads(fold3d(f"{line} --assume {assumed} --json")[1])
     usual = json.loads(fold3d(f"{line} --json")[1])
