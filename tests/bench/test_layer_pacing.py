@@ -11,7 +11,7 @@ from tests.distributed import run_distributed
 from tests.end_to_end.test_trace import MODEL, SIZES
 from tests.end_to_end.training import train
 
-FORWARD_S, BACKWARD_S = 0.01, 0.025
+FORWARD_S, BACKWARD_S = 0.02, 0.05
 
 
 @pytest.mark.gloo

@@ -216,7 +216,7 @@ def test_a_backward_that_is_not_split_computes_its_weight_gradients():
 
 @pytest.mark.slow
 def test_the_time_of_a_simulation_grows_with_the_number_of_actions():
-    # The larger one is that of 1,536 GPUs: pp=32 of dp=6 and tp=8; replicas do the same, so one
+    # The larger one is that of 3,072 GPUs: pp=64 of dp=6 and tp=8; replicas do the same, so one
     # is run. It has 16 times the actions: 4 times the ranks, 4 times the micro-batches. A step that
     # looked at all of either would make it 64 times as long.
     def simulation_s(ranks: int, microbatches: int) -> float:
@@ -226,7 +226,7 @@ def test_the_time_of_a_simulation_grows_with_the_number_of_actions():
         simulate(plan, costs, Link(grad_sync_order="edf"))
         return time.process_time() - start_s
 
-    assert simulation_s(32, 128) < 3 * 16 * simulation_s(8, 32)
+    assert simulation_s(64, 256) < 3 * 16 * simulation_s(16, 64)
 
 
 def test_a_rank_may_wait_for_what_it_sends():
