@@ -274,7 +274,6 @@ class _Sum:
         """Wait for the messages, and add them up in the own shard."""
         self.all_to_all_handle.wait()
         replicas, here = self._group.size(), self._group.rank()
-        self._received[here] = self._sent[here]
         sizes = self._received[:, :replicas].tolist()
         if not self._sums.fits(self._gradients, self._group, sizes, self._room):
             dist.reduce_scatter_tensor(self._output, self._gradients, group=self._group)
