@@ -17,7 +17,7 @@ with uncompiled():
 
 
 def printed() -> str:
-    """Return the file: the attribute of each flag, the kind of its value, how many, the default."""
+    """Return the file: the attribute of each flag, what it takes, how many, the default."""
     rows = (f"{json.dumps(flag)}: {json.dumps(row)}" for flag, *row in sorted(_rows()))
     return "{\n" + ",\n".join(rows) + "\n}\n"
 

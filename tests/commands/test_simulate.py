@@ -201,6 +201,17 @@ def test_a_model_that_does_not_fit_is_answered_with_no(fold3d):
     assert fold3d(f"{line} 20 --recompute none")[::2] == (0, "")  # fused
 
 
+def test_auto_takes_the_fewest_forwards_ahead_that_take_the_least_time(fold3d):
+    line = "simulate --schedule 1f1b --pp 4 --microbatches 16"
+    for transfer_s, chosen in ((0, 1), (0.5, 2), (1.25, 3)):
+        costed = f"{line} --seconds p2p={transfer_s} --schedule 1f1b:ahead"
+        found = fold3d.json(f"{costed}=auto")
+        assert found["name"] == f"1f1b:ahead={chosen}"
+        times = [fold3d.json(f"{costed}={n}")["period_s"] for n in range(1, 7)]
+        assert found["period_s"] == min(times) == times[chosen - 1]
+        assert min(times[: chosen - 1], default=1e9) > min(times)
+
+
 def test_auto_puts_weight_gradients_where_ranks_would_wait(fold3d):
     line = "simulate --pp 4 --microbatches 8 --seconds p2p=0.4 --schedule 1f1b"
 
@@ -353,13 +364,14 @@ def test_stages_without_layers_are_predicted(fold3d):
 
 IN_QUEUES = (
     "simulate --schedule aiao --pp 1 --segments 4 --microbatches 8 "
-    "--seconds forward=20,backward=60,sum=640 --cuda-connections 8"
+    "--seconds forward=20,backward=60,sum=640"
 )
-SHARED = "--schedule aiao:step=next:share=0.8"
-SHARE = (
-    f"simulate {SHARED} --pp 4 --segments 5 --microbatches 16 --model gpt3-18b "
-    "--cluster a100x128-200g --tp 8 --micro-batch-size 4 --recompute full --cuda-connections 1"
+NEXT = "--schedule aiao:step=next"
+OF_18B = (
+    "simulate --schedule aiao --pp 4 --segments 5 --microbatches 16 --model gpt3-18b "
+    "--cluster a100x128-200g --tp 8 --micro-batch-size 4 --recompute full"
 )
+SHARE = f"{OF_18B} --cuda-connections 1 {NEXT}:share=0.8"
 OF_14B = (
     "simulate --schedule aiao --pp 4 --segments 2 --microbatches 4 --model gpt3-14b --tp 2 "
     "--recompute full"
@@ -369,6 +381,7 @@ TESTBED = (
 )
 SMALL = "simulate --schedule 1f1b --pp 2 --microbatches 8 --model 6-1024-16 --cluster a100x8-25g"
 MAPPED = "--use-tp-pp-dp-mapping"
+SLICES = f"{NEXT}:share=0.5 --grad-sync-launches 137"
 LESS, MORE, MUCH = 1 - 1e-9, 1 + 1e-9, 1e9
 
 
@@ -388,10 +401,19 @@ LESS, MORE, MUCH = 1 - 1e-9, 1 + 1e-9, 1e9
         (f"{OF_14B} --cluster h100x64", "--straggler-sigma 0.02", "period_s", 1.01, 1.048),
         # One hardware queue: what DP.sync launches, whole and in buckets.
         (IN_QUEUES, "--cuda-connections 1", "period_s", 1, 1),
-        (IN_QUEUES, "--grad-sync-launches 7", "period_s", 0, LESS),
+        (IN_QUEUES, "--cuda-connections 8 --grad-sync-launches 7", "period_s", 0, LESS),
         (IN_QUEUES, "--cuda-connections 1 --grad-sync-launches 7", "period_s", 1.25, MUCH),
-        # Training heeds it, and so does what is simulated: the plan has slices.
-        pytest.param(*(SHARE, f"{SHARED}:slices=on", "period_s", 1, 1), marks=pytest.mark.slow),
+        (f"{IN_QUEUES} --cuda-connections 1", SLICES, "period_s", 1.35, MUCH),
+        (f"{IN_QUEUES} --cuda-connections 1", f"{NEXT}:share=0.75:slices=on", "period_s", 0, 0.88),
+        # It costs a model little, since training heeds it: a plan has slices, 134 not in a row.
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                (f"{OF_18B} --cuda-connections 8", "--cuda-connections 1", "period_s", 0, 1.03),
+                (SHARE, f"{NEXT}:share=0.8:slices=on", "period_s", 1, 1),
+                (SHARE, "--grad-sync-launches 134", "period_s", 1.5, MUCH),
+            )
+        ),
     ],
 )
 def test_an_option_changes_what_is_predicted_by_a_factor(

@@ -202,7 +202,13 @@ class CodedSums:
             encode_gradients(shard, message)
             decode_gradients(message, torch.empty_like(shard))
 
-        coding_s = (replicas - 1) * seconds(coded, device, 1)
+        def scattered() -> None:
+            dist.reduce_scatter_tensor(sums, whole, group=group)
+
+        def exchanged() -> None:
+            dist.all_to_all_single(received, sent, group=group)
+
+        coding_s = (replicas - 1) * seconds(coded, device, 1, warm_up=1)
         needed = max(gathered(int(message[0]), group))
         share = _coded_bytes(replicas, needed) / gradients.nbytes
         whole = torch.zeros(min(gradients.numel(), _TIMED), device=device)
@@ -210,8 +216,8 @@ class CodedSums:
         sums = torch.empty_like(whole.chunk(replicas)[0])
         sent = whole[: int(share * sums.numel()) * replicas]
         received = torch.empty_like(sent)
-        whole_s = seconds(lambda: dist.reduce_scatter_tensor(sums, whole, group=group), device, 1)
-        sent_s = seconds(lambda: dist.all_to_all_single(received, sent, group=group), device, 1)
+        whole_s = seconds(scattered, device, 1, warm_up=1)
+        sent_s = seconds(exchanged, device, 1, warm_up=1)
         saved_s = (whole_s - sent_s) * gradients.nbytes / whole.nbytes
         free_bytes = free_device_bytes(device)
         held_bytes = 2 * self._num_chunks * gradients.untyped_storage().nbytes()  # of all messages

@@ -197,9 +197,11 @@ class DeltaGather:
         whole_bytes = min(sum(bucket.param_data.nbytes for bucket in buckets), _TIMED_BYTES)
         shard = torch.zeros(whole_bytes // replicas.size(), dtype=torch.uint8, device=device)
         whole = shard.repeat(replicas.size())
-        whole_s = seconds(
-            lambda: dist.all_gather_into_tensor(whole, shard, group=replicas), device, 1
-        )
+
+        def gather() -> None:
+            dist.all_gather_into_tensor(whole, shard, group=replicas)
+
+        whole_s = seconds(gather, device, 1, warm_up=1)
         saved = sum(bucket.param_data.nbytes - self._link_bytes[bucket] for bucket in coded)
         saved_s = saved * whole_s / whole.nbytes
         is_faster = all(gathered(saved_s > WORTH * coding_s, replicas))

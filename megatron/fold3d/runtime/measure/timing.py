@@ -12,17 +12,21 @@ import torch
 
 from megatron.fold3d.runtime.device import synchronize
 
-_WARM_UP = 2
 
+def seconds(
+    work: Callable[[], object], device: torch.device, rounds: int = 5, *, warm_up: int = 2
+) -> float:
+    """Return the median time of ``work``, with the device synchronized before and after it.
 
-def seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
-    """Return the median time of ``work``, with the device synchronized before and after it."""
+    Args:
+        warm_up: the rounds before, which do not count. The first may load a library, or connect.
+    """
     times_s = []
-    for _ in range(_WARM_UP + rounds):
+    for _ in range(warm_up + rounds):
         passed_s = clock(device)
         work()
         times_s.append(passed_s())
-    return median(times_s[_WARM_UP:])
+    return median(times_s[warm_up:])
 
 
 def clock(device: torch.device) -> Callable[[], float]:
